@@ -37,10 +37,8 @@ def save(path, state):
     with whole_file(path) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as e:  # how torch reports that a write failed; anything else is a fault of ours
-            if "PytorchStreamWriter" not in str(e):
-                raise
-            raise OSError(None, "no room for the checkpoint") from None
+        except RuntimeError as e:  # torch covers the OSError of a failed write with an error of its own
+            raise (e.__context__ if isinstance(e.__context__, OSError) else e) from None
 
 
 def load(path):
@@ -53,7 +51,9 @@ def load(path):
         return {**state, "path": str(path)} if {"config", "model", "iter"} <= set(state) else state["not ours"]
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise UserError(f"{path} is no whole checkpoint of ours ({reason[:80]}): try --checkpoint=, or train again") from None
+        raise UserError(
+            f"{path} is no whole checkpoint of ours ({reason[:80]}): try --checkpoint=, or train again"
+        ) from None
 
 
 def open_run(place, given, name="best.pt"):

@@ -237,7 +237,9 @@ def print_help(doc, options):
             for field in dataclasses.fields(settings):
                 choices = field.metadata["choices"]
                 text = field.metadata["help"] + (f" ({', '.join(choices)})" if choices else "")
-                print(textwrap.fill(f"  --{field.name}={field.default}".ljust(36) + text, 118, subsequent_indent=" " * 36))
+                print(
+                    textwrap.fill(f"  --{field.name}={field.default}".ljust(36) + text, 118, subsequent_indent=" " * 36)
+                )
 
 
 # ---------------------------------------------------------------- the machine

@@ -60,7 +60,8 @@ def evaluation_set(config, split):
 def nll_of(model, config, tokens, cond, desc):
     """exact_nll over all questions, batch by batch: (n, T) on the CPU, 0 for known tokens."""
     parts = []
-    for x, c in tqdm(list(zip(tokens.split(config.batch_size), cond.split(config.batch_size))), desc=desc, leave=False):
+    batches = list(zip(tokens.split(config.batch_size), cond.split(config.batch_size)))
+    for x, c in tqdm(batches, desc=desc, leave=False, disable=None):  # None: no bar where nobody watches
         with autocast(config):
             parts.append(model.exact_nll(x.to(config.device), c.to(config.device)).double().cpu())
     return torch.cat(parts)
@@ -70,7 +71,9 @@ def statistics(nll, scored):
     """nll, scored (n, T) -> perplexity, its standard error, and what it is over. Sequences are the independent units."""
     sums, counts = (nll * scored).sum(1), scored.sum(1)
     mean, n = (sums.sum() / counts.sum()).item(), len(sums)
-    spread = (sums - mean * counts).square().sum().sqrt() * math.sqrt(n / max(n - 1, 1)) / counts.sum()  # ratio estimator
+    spread = (
+        (sums - mean * counts).square().sum().sqrt() * math.sqrt(n / max(n - 1, 1)) / counts.sum()
+    )  # ratio estimator
     stderr = math.exp(mean) * spread.item()
     return {"perplexity": math.exp(mean), "stderr": stderr, "tokens": int(counts.sum()), "sequences": n}
 
@@ -116,7 +119,9 @@ def git_commit():
     """The commit of this code, '+' behind it when files differ from it, or None outside a repository."""
     here = Path(__file__).parent
     try:
-        out = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True)
+        out = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True
+        )
     except OSError:
         return None
     return out.stdout.strip() or None
@@ -127,35 +132,36 @@ TITLES = {
     "infilling": "infilling",
     "infilling_no_future": "  without the future",
     "training": "training distribution",
-    "training_no_future": "  without the future ",
+    "training_no_future": "  without the future",
 }
 
 
 def table(results):
     """The runs side by side, perplexity +- standard error; for byte models bits per byte beside it."""
-    first = results[0]
     if len({r["evaluation_set"] for r in results}) > 1:
         raise UserError("these runs were asked different questions: give one --r_max (and split, block_size) for all")
-    of_bytes = first["config"]["tokenizer"] == "bytes"
-    columns = [Path(r["run"]).name for r in results]
-    width = max(27, *(len(name) + 2 for name in columns))
-    unit = "perplexity (bits per byte)" if of_bytes else "perplexity"
-    lines = [f"{'mode':24}{'tokens':>9}" + "".join(f"{name:>{width}}" for name in columns), ""]
+    of_bytes = results[0]["config"]["tokenizer"] == "bytes"
+    names = [Path(r["run"]).name for r in results]
+    width = max(28, *(len(name) + 2 for name in names))
+
+    def line(title, tokens, cells):
+        return f"{title:23}{tokens:>9}" + "".join(f"{cell:>{width}}" for cell in cells)
+
+    lines = [line("", "", names), line("", "tokens", ["perplexity" + " (bits per byte)" * of_bytes] * len(results))]
     for mode, title in TITLES.items():
-        cells = [r["modes"].get(mode) for r in results]
-        tokens = next((cell["tokens"] for cell in cells if cell), "-")
-        texts = []
-        for cell in cells:
-            text = f"{cell['perplexity']:.3f} +- {cell['stderr']:.3f}" if cell else "-"
-            texts.append(text + (f" ({math.log2(cell['perplexity']):.3f})" if cell and of_bytes else ""))
-        lines.append(f"{title:24}{tokens:>9}" + "".join(f"{text:>{width}}" for text in texts))
-    lines[1] = f"{'':33}" + f"{unit:>{width}}" * len(results)
-    lines.append("")
+        cells, tokens = [], "-"
+        for found in (r["modes"].get(mode) for r in results):
+            bits = f" ({math.log2(found['perplexity']):.3f})" if found and of_bytes else ""
+            cells.append(f"{found['perplexity']:.3f} +- {found['stderr']:.3f}{bits}" if found else "-")
+            tokens = found["tokens"] if found else tokens
+        lines.append(line(title, tokens, cells))
+    lines += ["", line("saved by the future", "", ["bits per token"] * len(results))]
     for law in ("infilling", "training"):
-        cells = [r["gain_bits"].get(law) for r in results]
-        texts = [f"{cell[0]:.4f} +- {cell[1]:.4f}" if cell else "-" for cell in cells]
-        lines.append(f"bits per token saved by the future, {law + ':':11}".ljust(33) + "  " + "  ".join(texts))
-    return "\n".join(lines)
+        found = [r["gain_bits"].get(law) for r in results]
+        lines.append(
+            line(f"  {TITLES[law]}", "", [f"{gain[0]:.4f} +- {gain[1]:.4f}" if gain else "-" for gain in found])
+        )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 # ---------------------------------------------------------------- the score of a text of yours
@@ -189,7 +195,7 @@ def score_text(model, config, text):
     tokens, cond = torch.tensor([ids]), torch.tensor([known])
     if not model.sees_future and (cond & ((~cond).cumsum(1) > 0)).any():
         raise UserError(f"--text: {config.method} knows the past alone: nothing may follow the last ]]")
-    nll = nll_of(model, config, tokens, cond, None)[0].tolist()
+    nll = nll_of(model, config, tokens, cond, "scoring")[0].tolist()
     for i, value, is_known in zip(ids, nll, known):
         if not is_known:
             print(f"{-value:9.4f}  {math.exp(-value):8.5f}  {tokenizer.decode([i])!r}")

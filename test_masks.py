@@ -10,7 +10,6 @@ The reference below shares no code with model.py: plain loops over tokens, its o
 
 import itertools
 import math
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 import model as M
 from checkpoint import open_run
 from conditioning import augment
-from config import UserError, key, parse, run
+from config import key, parse, run
 from evaluate import evaluation_set
 
 SETTING = {"device": "cpu", "dtype": torch.float64}
@@ -75,7 +74,9 @@ def reference_nll(model, x, known):
 
     def turned(h, position):  # (d,) -> complex (d/2,)
         half = len(h) // 2
-        return np.array([complex(h[j], h[j + half]) * np.exp(1j * position * 10000 ** (-j / half)) for j in range(half)])
+        return np.array(
+            [complex(h[j], h[j + half]) * np.exp(1j * position * 10000 ** (-j / half)) for j in range(half)]
+        )
 
     hidden = [w["wte.weight"][token] for _, _, token in slots]
     heads, d = model.body.blocks[0].attn.n_head, model.body.d
@@ -131,7 +132,9 @@ def check_sum_to_one(model):
     tokens, _ = random_queries()
     for known in itertools.product((False, True), repeat=T):
         cond = torch.tensor(known, device=tokens.device)
-        fillings = torch.cartesian_prod(*[torch.tensor([x]) if k else torch.arange(V) for x, k in zip(tokens[0].cpu(), known)])
+        fillings = torch.cartesian_prod(
+            *[torch.tensor([x]) if k else torch.arange(V) for x, k in zip(tokens[0].cpu(), known)]
+        )
         fillings = fillings.reshape(-1, T).to(tokens.device)
         total = (-nll(model, fillings, cond.expand(len(fillings), T)).sum(1)).exp().sum()
         assert_close(total, torch.tensor(1.0), f"sum over completions, known = {known}")
@@ -195,18 +198,14 @@ def test_generate_draws_from_what_is_scored():
     tokens, cond = random_queries()
     for forced in (None, random_queries(seed=2)[1]):
         seen = []
-
-        def pick(logits):
-            seen.append(logits.log_softmax(-1)[:, :V])
-            return logits.argmax(-1)
-
-        out = model.generate(tokens, cond, pick, forced=forced)
+        out = model.generate(tokens, cond, lambda logits: (seen.append(logits), logits.argmax(-1))[1], forced=forced)  # noqa: B023
         keep = cond if forced is None else cond | forced
         assert (out == tokens)[keep].all() and len(seen) == (~keep).any(0).sum()
         with torch.no_grad():
             final = model.logits(out, cond).log_softmax(-1)[..., :V]
         for t, logits in zip((~keep).any(0).nonzero()[:, 0].tolist(), seen):
-            assert_close(logits[~keep[:, t]], final[:, t][~keep[:, t]], f"generating and scoring x_{t + 1}")
+            drawn_from = logits.log_softmax(-1)[~keep[:, t], :V]
+            assert_close(drawn_from, final[:, t][~keep[:, t]], f"generating and scoring x_{t + 1}")
 
 
 def test_gpt_refuses_a_future():
@@ -381,7 +380,10 @@ def show():
     from matplotlib.colors import ListedColormap
 
     P = sum(label.endswith("'") for label in labels)
-    names = [rf"$\bar{{x}}_{label[1]}$" if "'" in label else "BOS" if label == "BOS" else f"$x_{label[1]}$" for label in labels]
+    names = [
+        rf"$\bar{{x}}_{label[1]}$" if "'" in label else "BOS" if label == "BOS" else f"$x_{label[1]}$"
+        for label in labels
+    ]
     shade = allowed.int().numpy().copy()
     shade[:, :P] *= 2
     figure, axes = plt.subplots(figsize=(6.2, 5.2))

@@ -29,6 +29,7 @@ from conditioning import draw_cond
 from config import UserError, key, load_config, parse, resolve_machine, run
 from evaluate import evaluation_set
 
+
 def learning_rate(config, step):
     """Linear warm-up from the lowest rate, then a cosine back to it at max_iters."""
     low, high = config.lowest_lr, config.learning_rate
@@ -56,7 +57,9 @@ def draw_step(chunks, config, step):
     """
     N = config.batch_size * config.gradient_accumulation_steps
     where = [divmod(step * N + i, len(chunks)) for i in range(N)]
-    tokens = torch.from_numpy(np.stack([chunks[epoch_order(len(chunks), config.seed, e)[i]] for e, i in where]).astype(np.int64))
+    tokens = torch.from_numpy(
+        np.stack([chunks[epoch_order(len(chunks), config.seed, e)[i]] for e, i in where]).astype(np.int64)
+    )
     cond = draw_cond(config, N, torch.Generator().manual_seed(seed_for(config.seed, step, 0)))
     order = cond.sum(1).argsort(stable=True)
     return tokens[order], cond[order]
@@ -115,7 +118,9 @@ class Trainer:
             group["lr"] = learning_rate(config, self.iter)
         tokens, cond = draw_step(self.chunks, config, self.iter)
         n_trained = self.model.trained_on(cond).sum().item()  # in the whole step, all processes together
-        micro_batches = list(zip(tokens.split(config.batch_size), cond.split(config.batch_size)))[self.rank :: self.world]
+        micro_batches = list(zip(tokens.split(config.batch_size), cond.split(config.batch_size)))[
+            self.rank :: self.world
+        ]
         nll = 0.0
         for i, (x, c) in enumerate(micro_batches):
             wait = self.world > 1 and i + 1 < len(micro_batches)
@@ -163,7 +168,10 @@ class Trainer:
             if better:
                 self.save("best.pt")
             self.save_for_resuming()
-            print(f"step {self.iter}: validation loss {loss:.4f}, {loss / math.log(2):.4f} bits per token" + ", the best" * better)
+            print(
+                f"step {self.iter}: validation loss {loss:.4f}, {loss / math.log(2):.4f} bits per token"
+                + ", the best" * better
+            )
 
     def save_for_resuming(self):
         self.save("ckpt.pt", optimizer=self.optimizer.state_dict(), scaler=self.scaler.state_dict())
@@ -183,7 +191,9 @@ class Trainer:
             except (RuntimeError, AssertionError) as e:
                 if not (config.compile and "torch._" in f"{type(e).__module__}"):
                     raise
-                raise UserError(f"torch.compile failed ({str(e).splitlines()[0][:80]}): run with --compile=False") from None
+                raise UserError(
+                    f"torch.compile failed ({str(e).splitlines()[0][:80]}): run with --compile=False"
+                ) from None
             if self.iter % config.log_interval == 0:
                 log.progress(self.iter, loss, learning_rate(config, self.iter - 1))
             if self.iter % config.eval_interval == 0 or self.iter == config.max_iters:

@@ -1,0 +1,258 @@
+"""evaluate.py and sample.py, and everything together as a newcomer would run it, from another working directory."""
+
+import ast
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import evaluate
+import sample
+from checkpoint import open_run
+from conftest import HERE, TEXT
+from prepare_data import Bytes
+
+# ---------------------------------------------------------------- evaluate.py
+
+
+def modes_of(folder, split="val", r="0.6"):
+    return json.loads((folder / f"eval_{split}_r{r}.json").read_text())
+
+
+def test_five_modes(trained, command):
+    code, out, _ = command("evaluate.py", trained)
+    result = modes_of(trained)
+    assert code == 0 and set(result["modes"]) == set(evaluate.MODES)
+    assert result["iter"] == 10 and result["config"]["n_layer"] == 2 and len(result["evaluation_set"]) == 16
+    tokens = {mode: value["tokens"] for mode, value in result["modes"].items()}
+    assert tokens["unconditional"] == 8 * 32 and tokens["training"] == tokens["training_no_future"] < 8 * 32
+    for value in result["modes"].values():
+        assert value["sequences"] == 8 and f"{value['perplexity']:.3f} +- {value['stderr']:.3f}" in out
+        assert f"({math.log2(value['perplexity']):.3f})" in out, "bits per byte"
+
+
+def test_perplexity_by_hand(trained):
+    """From single tokens, one sequence at a time: no mean of means anywhere."""
+    model, config, _ = open_run(trained, {})
+    questions = evaluate.evaluation_set(config, "val")
+    modes, gain = evaluate.five_modes(model, config, questions)
+    for name, mode in evaluate.MODES.items():
+        total = count = 0
+        for i in range(8):
+            x, empty = questions.tokens[i : i + 1], torch.zeros(1, 32, dtype=torch.bool)
+            known = questions.cond[mode.law][i : i + 1] if mode.law else empty
+            with torch.no_grad():
+                total += model.exact_nll(x, known if mode.future else empty)[~known].sum().item()
+            count += (~known).sum().item()
+        assert (
+            math.isclose(modes[name]["perplexity"], math.exp(total / count), rel_tol=1e-5)
+            and modes[name]["tokens"] == count
+        )
+    difference = math.log2(modes["training_no_future"]["perplexity"] / modes["training"]["perplexity"])
+    assert math.isclose(gain["training"][0], difference, abs_tol=1e-9)
+
+
+def test_same_figures_at_any_batch_size(trained, command):
+    results = []
+    for batch in (1, 8):
+        assert command("evaluate.py", trained, f"--batch_size={batch}")[0] == 0
+        results.append(modes_of(trained))
+    assert results[0]["evaluation_set"] == results[1]["evaluation_set"]
+    for mode, value in results[0]["modes"].items():
+        assert math.isclose(value["perplexity"], results[1]["modes"][mode]["perplexity"], rel_tol=1e-5)
+
+
+def test_standard_error_against_the_bootstrap():
+    g = torch.Generator().manual_seed(0)
+    scored = torch.rand(300, 20, generator=g) < torch.rand(300, 1, generator=g)
+    nll = (torch.rand(300, 20, generator=g) + torch.rand(300, 1, generator=g)).double()  # sequences differ
+    found = evaluate.statistics(nll, scored)
+    again = []
+    for _ in range(2000):
+        chosen = torch.randint(300, (300,), generator=g)
+        again.append(((nll * scored)[chosen].sum() / scored[chosen].sum()).exp().item())
+    assert math.isclose(found["stderr"], torch.tensor(again).std().item(), rel_tol=0.1)
+
+
+def test_side_by_side(trained, small, tmp_path, command, refused):
+    import train
+
+    gpt = tmp_path / "gpt"
+    train.main([*small, "--method=gpt", f"--out_dir={gpt}", "--max_iters=2"])
+    code, out, _ = command("evaluate.py", trained, gpt)
+    assert code == 0 and "trained" in out and "gpt" in out
+    row = next(line for line in out.splitlines() if line.startswith("training distribution"))
+    assert row.rstrip().endswith("-"), "GPT has no value where the future is needed"
+    assert set(modes_of(gpt)["modes"]) == {"unconditional", "infilling_no_future", "training_no_future"}
+    r1 = tmp_path / "r1"
+    train.main([*small, "--r_max=1", f"--out_dir={r1}", "--max_iters=2"])
+    refused(["different questions", "--r_max"], "evaluate.py", trained, r1)
+    assert command("evaluate.py", trained, r1, "--r_max=0.6")[0] == 0
+    refused(["gpt knows the past alone"], "evaluate.py", gpt, "--text", "a [[b]] c")
+    assert command("evaluate.py", gpt, "--text", "a [[b]]")[0] == 0
+
+
+def test_score_of_a_text(trained, command):
+    code, out, _ = command("evaluate.py", trained, "--text", "The 3th [[sheep]] jumps")
+    *rows, total = out.strip().splitlines()
+    assert code == 0 and [row.split("'")[1] for row in rows] == list("sheep")
+    assert math.isclose(sum(float(row.split()[0]) for row in rows), float(total.split()[0]), abs_tol=1e-3)
+
+
+def test_questions_are_kept(trained, data_dir, refused):
+    _, config, _ = open_run(trained, {})
+    first = evaluate.evaluation_set(config, "test")
+    files = list((data_dir / "mini-bytes").glob("eval_test_*.npz"))
+    assert len(files) == 1 and evaluate.evaluation_set(config, "test").hash == first.hash
+    files[0].write_bytes(files[0].read_bytes()[:100])
+    refused([files[0].name, "delete"], "evaluate.py", trained, "--split=test")
+    files[0].unlink()
+    assert evaluate.evaluation_set(config, "test").hash == first.hash
+
+
+# ---------------------------------------------------------------- sample.py
+
+
+def test_blanks(trained, command):
+    text = "____3 sheep ____2jumps over____1"
+    code, out, _ = command("sample.py", trained, "--text", text, "--n=3", "--temperature=1")
+    lines = out.rstrip("\n").split("\n")
+    assert code == 0 and out.count("[[") == 9, out
+    pattern = r"\[\[(.*)\]\] sheep \[\[(.*)\]\]jumps over\[\[(.*)\]\]"
+    assert len(re.findall(pattern, out, re.DOTALL)) >= 1 and len(lines) >= 3
+    assert command("sample.py", trained, "--text", text, "--n=3", "--temperature=1")[1] == out, (
+        "the same seed, the same text"
+    )
+    assert command("sample.py", trained, "--text", text, "--n=3", "--temperature=1", "--seed=2")[1] != out
+
+
+def test_continue_and_modes(trained, command):
+    code, out, _ = command("sample.py", trained, "--prompt", "The 7th", "--max_new_tokens=9", "--temperature=0")
+    assert code == 0 and out.startswith("The 7th[[") and out.rstrip().endswith("]]")
+    code, out, _ = command("sample.py", trained)
+    assert code == 0 and [line[4:] for line in out.splitlines() if line.startswith("--- ")] == [
+        "unconditional", "infilling", "training", "infilling no future", "training no future"
+    ]  # fmt: skip
+
+
+def test_nucleus_and_temperature():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(20_000, 4)
+
+    def shares(**keys):
+        setting = {"temperature": 1.0, "top_p": 1.0, "seed": 0, **keys}
+        return torch.bincount(sample.sampler("cpu", **setting)(logits), minlength=4) / 20_000
+
+    assert torch.allclose(shares(), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.02)
+    assert torch.allclose(shares(top_p=0.6), torch.tensor([0.625, 0.375, 0, 0]), atol=0.02), (
+        "the token that crosses p stays"
+    )
+    assert torch.allclose(shares(top_p=0.0), torch.tensor([1.0, 0, 0, 0]))
+    assert torch.allclose(shares(temperature=0.5), torch.tensor([0.25, 0.09, 0.0225, 0.0025]) / 0.365, atol=0.02)
+    assert shares(temperature=0.0)[0] == 1
+
+
+def test_spaces_around_a_mark(offline_gpt2):
+    from prepare_data import GPT2
+
+    for tokenizer, expected in ((Bytes(), ["of the ", "Union", " is"]), (GPT2(), ["of the", " Union", " is"])):
+        parts = evaluate.encode_parts(tokenizer, "of the [[Union]] is", r"\[\[(.+?)\]\]")
+        assert [tokenizer.decode(ids) for ids, _ in parts] == expected
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--text", "no blank"], ["no blank", "____8"]),
+        (["--text", "a ____0 b"], ["____0", "at least 1"]),
+        (["--text", "a ____ b"], ["____", "length"]),
+        (["--text", "x" * 30 + "____3"], ["33 tokens", "block_size = 32"]),
+        (["--prompt", "x" * 40], ["block_size = 32"]),
+        (["--prompt", "abc", "--max_new_tokens=30"], ["33 tokens", "block_size = 32"]),
+        (["--text", "a\udc80 ____3"], ["remove it"]),
+        (["--text"], ["needs a value"]),
+        (["--top_p=2", "--text", "____3"], ["top_p = 2"]),
+        (["--n_layer=5", "--text", "____3"], ["n_layer = 5", "n_layer = 2"]),
+        (["--checkpoint=no.pt"], ["no.pt is not there"]),
+    ],
+)
+def test_mistakes_in_sampling(trained, refused, args, words):
+    refused(words, "sample.py", trained, *args)
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--text", "nothing marked"], ["nothing marked", "[[ ]]"]),
+        (["--text", "x" * 30 + "[[abc]]"], ["33 tokens", "block_size = 32"]),
+        (["--split=dev"], ["'dev'", "val"]),
+        (["--tokenizer=gpt2"], ["tokenizer = 'gpt2'", "'bytes'"]),
+    ],
+)
+def test_mistakes_in_evaluating(trained, refused, args, words):
+    refused(words, "evaluate.py", trained, *args)
+
+
+def test_nothing_to_evaluate(refused, tmp_path):
+    refused(["config file or run folders"], "evaluate.py")
+    refused(["is not there", "train"], "evaluate.py", tmp_path / "nowhere")
+    refused(["is not there", "train"], "evaluate.py", HERE / "configs" / "tiny.py", f"--out_dir={tmp_path}")
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def test_from_text_to_filled_blank(tmp_path):
+    """All scripts as processes of their own, with a config file, from a folder that is not the repository's."""
+    (tmp_path / "book.txt").write_text(TEXT)
+    (tmp_path / "mine.py").write_text(
+        "dataset = 'mine'\nblock_size = 32\nn_layer = 1\nn_head = 2\nn_embd = 32\nbatch_size = 4\n"
+        "gradient_accumulation_steps = 1\nmax_iters = 6\neval_interval = 3\neval_sequences = 8\nlog_interval = 2\n"
+    )
+
+    def run(script, *args):
+        done = subprocess.run([sys.executable, HERE / script, *args], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "train" in run("prepare_data.py", "mine", "--input=book.txt")
+    out = run("train.py", "mine.py")
+    assert "step 6/6" in out and "n_embd=32" in out
+    assert "unconditional" in run("evaluate.py", "mine.py")
+    assert run("sample.py", "mine.py", "--text", "The ____4 sheep").startswith("The [[")
+    assert sorted(os.listdir(tmp_path / "out" / "mine-ac_gpt-r0.6-s1337")) == [
+        "best.pt", "ckpt.pt", "eval_val_r0.6.json", "log.csv", "loss.png"
+    ]  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["book.txt", "data", "mine.py", "out"]
+
+
+LAYERS = (("config", "conditioning", "prepare_data"), ("model",), ("checkpoint",), ("evaluate",), ("train", "sample"))
+
+
+def test_imports_go_down():
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for name in level:
+        tree = ast.parse((HERE / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for other in names:
+                if other in level:
+                    assert level[other] < level[name] or (other, name) == ("config", "prepare_data"), (
+                        f"{name} imports {other}"
+                    )
+
+
+def test_model_needs_torch_alone():
+    code = "import sys, model; assert not {'tqdm', 'tiktoken', 'datasets', 'matplotlib', 'config'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True)
+
+
+def test_readme_names_what_exists():
+    text = (HERE / "README.md").read_text()
+    for name in set(re.findall(r"\b[\w/]+\.(?:py|png)\b", text)) - {"mine.py"}:
+        assert (HERE / name).exists(), f"README names {name}"

@@ -1,0 +1,260 @@
+"""Training: exact resuming, several processes, what the loss counts, what stops a run; and that a model learns by heart."""
+
+import csv
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import checkpoint
+import prepare_data
+import train
+from config import Config, UserError, load_config, parse
+from conftest import HERE
+
+
+def start(*args, launcher=(sys.executable,)):
+    """Start train.py in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(HERE / "train.py"), *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def trainer_of(args):
+    paths, given, options = parse(args, train.Options)
+    config, given = load_config(paths, given)
+    config.device, config.dtype = "cpu", "float32"
+    return train.set_up(config, {**given, "device": "cpu", "dtype": "float32"}, options, 0, 1)
+
+
+def losses(folder, split="train"):
+    with open(folder / "log.csv") as file:
+        return {int(row["iter"]): float(row["loss"]) for row in csv.DictReader(file) if row["split"] == split}
+
+
+def assert_same_state(a, b):
+    """Two checkpoints are equal bit for bit: weights and optimizer."""
+    assert a["iter"] == b["iter"] and a["best"] == b["best"]
+    for name in a["model"]:
+        assert torch.equal(a["model"][name], b["model"][name]), name
+    for i, state in a["optimizer"]["state"].items():
+        for name in state:
+            assert torch.equal(state[name], b["optimizer"]["state"][i][name]), (i, name)
+
+
+# ---------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("how", ["kill", "ctrl-c"])
+def test_ten_and_ten_steps_are_twenty(small, tmp_path, how):
+    """Dropout included; killed without warning after a checkpoint, or ended by Ctrl-C in the middle of an interval."""
+    args = [*small, "--dropout=0.2", "--max_iters=20", "--eval_interval=7"]
+    (straight, _), broken = trainer_of([*args, f"--out_dir={tmp_path / 'straight'}"]), tmp_path / "broken"
+    torch.set_num_threads(1)
+    straight.fit(checkpoint.Log(straight.config, 0, quiet=False))
+
+    process = start(*args, f"--out_dir={broken}")
+    wanted = "step 9/" if how == "kill" else "step 3/"
+    for line in process.stdout:
+        if line.startswith(wanted):
+            process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == (-signal.SIGKILL if how == "kill" else 0), rest
+    at = checkpoint.load(broken / "ckpt.pt")["iter"]
+    assert at == 7 if how == "kill" else 3 <= at < 20, at
+    if how == "ctrl-c":
+        assert "go on with --resume" in rest
+
+    resumed, log = trainer_of([*args, f"--out_dir={broken}", "--init_from=resume"])
+    assert resumed.iter == at and max(losses(broken)) == at, "log rows after the checkpoint are dropped"
+    resumed.fit(log)
+    torch.set_num_threads(2)
+    assert_same_state(checkpoint.load(tmp_path / "straight" / "ckpt.pt"), checkpoint.load(broken / "ckpt.pt"))
+    assert losses(broken) == losses(tmp_path / "straight") and len(losses(broken)) == 20
+    assert losses(broken, "val") == losses(tmp_path / "straight", "val")
+
+
+def test_validating_more_often_changes_nothing(small, tmp_path):
+    for interval in (2, 10):
+        train.main([*small, "--dropout=0.2", f"--eval_interval={interval}", f"--out_dir={tmp_path / str(interval)}"])
+    assert losses(tmp_path / "2") == losses(tmp_path / "10")
+
+
+def test_a_folder_with_a_run_is_kept(small, trained, refused, command, tmp_path):
+    before = (trained / "ckpt.pt").read_bytes()
+    refused([trained, "--resume", "--overwrite"], "train.py", *small, f"--out_dir={trained}")
+    refused(["n_layer = 3", "n_layer = 2"], "train.py", *small, f"--out_dir={trained}", "--resume", "--n_layer=3")
+    refused(["ckpt.pt is not there"], "train.py", *small, f"--out_dir={tmp_path}", "--resume")
+    assert (trained / "ckpt.pt").read_bytes() == before
+    code, out, _ = command("train.py", *small, f"--out_dir={trained}", "--resume")
+    assert code == 0 and "step 10 of 10" in out and (trained / "ckpt.pt").read_bytes() == before
+    train.main([*small, f"--out_dir={tmp_path / 'again'}"])
+    train.main([*small, f"--out_dir={tmp_path / 'again'}", "--overwrite", "--max_iters=2"])
+    assert checkpoint.load(tmp_path / "again" / "ckpt.pt")["iter"] == 2 and len(losses(tmp_path / "again")) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"not a checkpoint" * 99])
+def test_damaged_checkpoints(small, trained, tmp_path, refused, damage):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "ckpt.pt").write_bytes(damage((trained / "ckpt.pt").read_bytes()))
+    refused(["ckpt.pt"], "train.py", *small, f"--out_dir={folder}", "--resume")
+    refused(["ckpt.pt"], "evaluate.py", folder, "--checkpoint=ckpt.pt")
+    torch.save({"some": "dict"}, folder / "ckpt.pt")
+    refused(["ckpt.pt", "not ours"], "sample.py", folder, "--checkpoint=ckpt.pt")
+
+
+def test_full_disk_keeps_the_previous_checkpoint(trained):
+    state, path = checkpoint.load(trained / "ckpt.pt"), trained / "ckpt.pt"
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    try:
+        with pytest.raises(UserError, match="untouched"):
+            checkpoint.save(path, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before and not list(trained.glob("*.tmp"))
+
+
+def test_checkpoints_are_plain(trained):
+    state = torch.load(trained / "ckpt.pt", weights_only=True)
+    assert Config(**state["config"]).n_layer == 2 and state["iter"] == 10 and state["vocab_size"] == 257
+
+
+# ---------------------------------------------------------------- the step
+
+
+def test_two_processes_do_what_one_does(small, tmp_path):
+    args = [*small, "--dropout=0", "--gradient_accumulation_steps=4", "--max_iters=6", "--eval_interval=3"]
+    train.main([*args, f"--out_dir={tmp_path / 'one'}"])
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        f"--master_port={29500 + os.getpid() % 999}",
+    )
+    process = start(*args, f"--out_dir={tmp_path / 'two'}", launcher=torchrun)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert one.keys() == two.keys() and all(abs(one[i] - two[i]) < 1e-5 for i in one), (one, two)
+    one, two = losses(tmp_path / "one", "val"), losses(tmp_path / "two", "val")
+    assert len(one) == 2 and all(abs(one[i] - two[i]) < 1e-5 for i in one), (one, two)
+
+
+def test_uneven_processes_are_refused(small, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.dist, "init_process_group", lambda *a: None)
+    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refused(["gradient_accumulation_steps = 2", "3 processes"], "train.py", *small, f"--out_dir={tmp_path}")
+
+
+def test_accumulation_does_not_change_the_gradient(small, tmp_path):
+    """8 x 1, 4 x 2 and 1 x 8 sequences: one loss and one set of gradients, though |x_e| differs between micro-batches."""
+    found = []
+    for batch, accumulation in ((8, 1), (4, 2), (1, 8)):
+        args = [
+            *small,
+            f"--batch_size={batch}",
+            f"--gradient_accumulation_steps={accumulation}",
+            "--dropout=0",
+            "--grad_clip=0",
+        ]
+        trainer, _ = trainer_of([*args, f"--out_dir={tmp_path / str(batch)}"])
+        gradients = {}
+        trainer.optimizer.step = lambda *a, m=trainer.model, g=gradients: g.update(
+            {n: p.grad.clone() for n, p in m.named_parameters()}
+        )
+        found.append((trainer.step(), gradients))
+    for loss, gradients in found[1:]:
+        assert abs(loss - found[0][0]) < 1e-5
+        assert all(torch.allclose(g, found[0][1][n], atol=1e-5) for n, g in gradients.items())
+
+
+def test_the_loss_is_per_token_of_the_step(small, tmp_path):
+    trainer, _ = trainer_of([*small, "--dropout=0", f"--out_dir={tmp_path}"])
+    tokens, cond = train.draw_step(trainer.chunks, trainer.config, 0)
+    assert cond.sum(1).tolist() == sorted(cond.sum(1).tolist()) and tokens.shape == (8, 32)
+    expected = (
+        sum(trainer.model.exact_nll(x[None], c[None]).sum().item() for x, c in zip(tokens, cond)) / (~cond).sum().item()
+    )
+    assert abs(trainer.step() - expected) < 1e-5
+
+
+def test_an_epoch_sees_every_chunk_once(small, tmp_path):
+    trainer, _ = trainer_of([*small, f"--out_dir={tmp_path}", "--batch_size=1", "--gradient_accumulation_steps=1"])
+    n = len(trainer.chunks)
+    for epoch in (0, 1):
+        seen = [train.draw_step(trainer.chunks, trainer.config, epoch * n + i)[0][0] for i in range(n)]
+        assert sorted(x.tolist() for x in seen) == sorted(trainer.chunks.tolist())
+
+
+def test_learning_rate():
+    config = Config(learning_rate=1.0, warmup_iters=10, max_iters=110)
+    assert train.learning_rate(config, 0) == 0.1 and train.learning_rate(config, 10) == 1.0
+    assert math.isclose(train.learning_rate(config, 60), 0.55) and math.isclose(train.learning_rate(config, 110), 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(small, tmp_path, dtype):
+    train.main([*small, f"--dtype={dtype}", f"--out_dir={tmp_path / dtype}", "--max_iters=30", "--eval_interval=30"])
+    loss = losses(tmp_path / dtype)
+    assert loss[30] < loss[1] - 0.5
+    assert (checkpoint.load(tmp_path / dtype / "ckpt.pt")["scaler"] != {}) == (dtype == "float16")
+
+
+def test_not_finite_stops_without_overwriting(small, tmp_path, refused):
+    args = [*small, f"--out_dir={tmp_path}", "--max_iters=6", "--eval_interval=3"]
+    train.main([*args, "--max_iters=3"])
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    refused(["not finite", "untouched"], "train.py", *args, "--resume", "--learning_rate=1e30", "--grad_clip=0")
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_failed_compile_says_what_to_do(small, tmp_path, refused, monkeypatch):
+    def no_compiler(*args, **kwargs):
+        raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
+
+    def compile(module, **kwargs):
+        module.forward = no_compiler
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    refused(["no compiler here", "--compile=False"], "train.py", *small, "--compile", f"--out_dir={tmp_path}")
+
+
+# ---------------------------------------------------------------- the whole
+
+
+@pytest.mark.parametrize("method", ["ac_gpt", "gpt"])
+def test_learn_by_heart_and_reproduce(tmp_path, method):
+    """A model that has learned one sequence fills any blank in it; a wrong alignment could not."""
+    (tmp_path / "text").write_text("Whose woods these are I think I know" * 20)  # 36 characters
+    prepare_data.main(["woods", f"--input={tmp_path / 'text'}", f"--data_dir={tmp_path}"])
+    trainer, log = trainer_of([
+        "--dataset=woods", f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'run'}", f"--method={method}", "--block_size=36",
+        "--n_layer=2", "--n_head=2", "--n_embd=64", "--dropout=0", "--batch_size=8", "--gradient_accumulation_steps=1",
+        "--learning_rate=3e-3", "--warmup_iters=10", "--max_iters=150", "--eval_interval=150", "--r_max=1.0", "--log_interval=50",
+    ])  # fmt: skip
+    trainer.fit(log)
+    assert trainer.best < 0.15
+    text = torch.tensor([list(b"Whose woods these are I think I know")])
+    for start, end in ((0, 36), (6, 11), (20, 36)):
+        known = torch.ones_like(text, dtype=torch.bool)
+        known[:, start:end] = False
+        cond = known if method == "ac_gpt" else known & False
+        trainer.model.eval()
+        out = trainer.model.generate(text, cond, lambda logits: logits.argmax(-1), forced=known)
+        assert torch.equal(out, text), bytes(out[0].clamp(max=255).tolist())
+
+
+def test_x_c_of_one_token_to_predict(small, tmp_path):
+    train.main([*small, "--r_min=1", "--r_max=1", "--max_iters=2", f"--out_dir={tmp_path}"])
+    assert len(losses(tmp_path)) == 2 and all(math.isfinite(loss) for loss in losses(tmp_path).values())
