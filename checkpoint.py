@@ -113,10 +113,10 @@ class Log:
         config, seconds = self.config, (time.perf_counter() - self.time) / max(1, iter - self.since)
         tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size / seconds
         self.row(iter=iter, split="train", loss=loss, lr=lr, ms=round(seconds * 1000, 1), **{"tokens/s": round(tokens)})
-        minutes, rest = divmod(round((config.max_iters - iter) * seconds), 60)
         if not self.quiet:
-            print(f"step {iter}/{config.max_iters}  loss {loss:.4f}  lr {lr:.1e}  {tokens:,.0f} tok/s  "
-                  f"{seconds * 1000:.0f} ms/step  ETA {minutes}:{rest:02d}", flush=True)  # fmt: skip
+            minutes, rest = divmod(round((config.max_iters - iter) * seconds), 60)
+            speed = f"{tokens:,.0f} tok/s  {seconds * 1000:.0f} ms/step  ETA {minutes}:{rest:02d}"
+            print(f"step {iter}/{config.max_iters}  loss {loss:.4f}  lr {lr:.1e}  {speed}", flush=True)
         self.start(iter)
 
     def plot(self):

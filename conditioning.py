@@ -129,10 +129,10 @@ class EvaluationSet:
 
     @property
     def hash(self):
-        """Hex digest of all questions: two figures may be compared only if it is the same for both."""
-        digest = hashlib.sha256()
-        for part in (self.tokens, *(self.cond[law] for law in sorted(self.cond))):
-            digest.update(part.numpy().tobytes())
+        """Hex digest of what the five modes ask: two figures may be compared only if it is the same for both."""
+        digest = hashlib.sha256(self.tokens.numpy().tobytes())
+        for law in sorted({mode.law for mode in MODES.values() if mode.law}):
+            digest.update(self.cond[law].numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -145,7 +145,6 @@ def draw_evaluation_set(chunks, config):
     n = min(len(chunks), config.eval_sequences or len(chunks))
     chosen = torch.randperm(len(chunks), generator=generator)[:n]
     tokens = torch.tensor(chunks[chosen.numpy()].astype("int64"))
-    cond = {}
-    for law in ("infilling", "training"):  # each with a generator of its own: a new law leaves the old ones as they are
-        cond[law] = LAWS[law](config, n, torch.Generator().manual_seed(config.eval_seed))
+    # Each law has a generator of its own, so that a new law leaves the questions of the old ones as they are.
+    cond = {name: law(config, n, torch.Generator().manual_seed(config.eval_seed)) for name, law in LAWS.items()}
     return EvaluationSet(tokens, cond)

@@ -43,7 +43,7 @@ class Config:
     block_size: int = key(1024, "T, body tokens of a sequence", low=1, shapes_model=True)
     # method
     method: str = key("ac_gpt", "what is trained", choices=("gpt", "ac_gpt"), shapes_model=True)
-    law: str = key("training", "the law of x_c in training", choices=("training", "infilling"))
+    law: str = key("training", "the law of x_c in training, by its name in conditioning.py")
     r_min: float = key(0.0, "smallest share of known tokens", low=0, high=1)
     r_max: float = key(0.6, "largest share of known tokens", low=0, high=1)
     b_min: int = key(1, "fewest blocks of known tokens", low=1)
@@ -281,8 +281,7 @@ def whole_file(path, mode="wb", **how):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as e:
-        raise UserError(f"cannot write {path} ({e.strerror}): make room or choose another folder; "
-                        "what was there before is untouched") from None  # fmt: skip
+        raise UserError(f"cannot write {path} ({e.strerror}): make room; what was there before is untouched") from None
     finally:
         temporary.unlink(missing_ok=True)
 

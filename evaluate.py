@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import autocast, open_run
-from conditioning import MODES, EvaluationSet, draw_evaluation_set
+from conditioning import LAWS, MODES, EvaluationSet, draw_evaluation_set
 from config import UserError, key, parse, run, whole_file
 from prepare_data import encode, get_tokenizer, read_chunks, read_meta
 
@@ -37,7 +37,7 @@ def evaluation_set(config, split):
     """The questions of a data set, drawn once and kept beside it as eval_<split>_<hash of what was asked>.npz."""
     chunks = read_chunks(config, split)
     names = ("block_size", "eval_sequences", "eval_seed", "r_min", "r_max", "b_min", "b_max")
-    asked = json.dumps([read_meta(config)["sha256"][split], *(getattr(config, name) for name in names)])
+    asked = json.dumps([read_meta(config)["sha256"][split], sorted(LAWS), *(getattr(config, name) for name in names)])
     path = config.data_folder / f"eval_{split}_{hashlib.sha256(asked.encode()).hexdigest()[:12]}.npz"
     if path.exists():
         try:
@@ -67,15 +67,19 @@ def nll_of(model, config, tokens, cond, desc):
     return torch.cat(parts)
 
 
-def statistics(nll, scored):
-    """nll, scored (n, T) -> perplexity, its standard error, and what it is over. Sequences are the independent units."""
+def mean_and_error(nll, scored):
+    """(n, T), (n, T) -> mean over all scored tokens, and its standard error with sequences as the independent units."""
     sums, counts = (nll * scored).sum(1), scored.sum(1)
-    mean, n = (sums.sum() / counts.sum()).item(), len(sums)
-    spread = (
-        (sums - mean * counts).square().sum().sqrt() * math.sqrt(n / max(n - 1, 1)) / counts.sum()
-    )  # ratio estimator
-    stderr = math.exp(mean) * spread.item()
-    return {"perplexity": math.exp(mean), "stderr": stderr, "tokens": int(counts.sum()), "sequences": n}
+    n, mean = len(sums), (sums.sum() / counts.sum()).item()
+    spread = (sums - mean * counts).square().sum().sqrt().item()  # the ratio estimator's
+    return mean, spread * math.sqrt(n / max(n - 1, 1)) / counts.sum().item()
+
+
+def statistics(nll, scored):
+    """nll in nats, scored (n, T) -> perplexity, its standard error, and how much they are over."""
+    mean, error = mean_and_error(nll, scored)
+    perplexity, tokens = math.exp(mean), int(scored.sum())
+    return {"perplexity": perplexity, "stderr": perplexity * error, "tokens": tokens, "sequences": len(nll)}
 
 
 def five_modes(model, config, questions):
@@ -84,20 +88,17 @@ def five_modes(model, config, questions):
     Three passes give five modes: without the future, a token's NLL is that of the unconditional pass. The gain, in bits
     per token, is paired, sequence by sequence; so its error is far smaller than that of either perplexity.
     """
-    nll = {None: nll_of(model, config, questions.tokens, torch.zeros_like(questions.cond["training"]), "unconditional")}
-    if model.sees_future:
-        for law, cond in questions.cond.items():
-            nll[law] = nll_of(model, config, questions.tokens, cond, law)
+    nothing_known = torch.zeros_like(questions.tokens, dtype=torch.bool)
+    blind = nll_of(model, config, questions.tokens, nothing_known, "unconditional")
     modes, gain = {}, {}
     for name, mode in MODES.items():
-        source = mode.law if mode.future else None
-        if source in nll:
-            scored = ~questions.cond[mode.law] if mode.law else torch.ones_like(questions.tokens, dtype=torch.bool)
-            modes[name] = statistics(nll[source], scored)
-            if mode.future:
-                saved = statistics((nll[None] - nll[source]) / math.log(2), scored)
-                mean = math.log(saved["perplexity"])
-                gain[name] = (mean, saved["stderr"] / saved["perplexity"])
+        cond = questions.cond[mode.law] if mode.law else nothing_known
+        if not mode.future:
+            modes[name] = statistics(blind, ~cond)
+        elif model.sees_future:
+            seeing = nll_of(model, config, questions.tokens, cond, name)
+            modes[name] = statistics(seeing, ~cond)
+            gain[name] = [x / math.log(2) for x in mean_and_error(blind - seeing, ~cond)]
     return modes, gain
 
 
@@ -223,9 +224,11 @@ def main(argv):
             results.append(evaluate(model, config, state, options.split))
     if results:
         r = results[0]
-        print(f"{r['config']['dataset']}, {options.split}: {r['modes']['unconditional']['sequences']} sequences of "
-              f"{r['config']['block_size']} tokens, r_max {r['r_max']:g}, evaluation set {r['evaluation_set']}\n")  # fmt: skip
-        print(table(results))
+        size = f"{r['modes']['unconditional']['sequences']} sequences of {r['config']['block_size']} tokens"
+        print(
+            f"{r['config']['dataset']}, {options.split}: {size}, r_max {r['r_max']:g}, evaluation set {r['evaluation_set']}"
+        )
+        print("\n" + table(results))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def test_a_folder_with_a_run_is_kept(small, trained, refused, command, tmp_path)
     refused(["ckpt.pt is not there"], "train.py", *small, f"--out_dir={tmp_path}", "--resume")
     assert (trained / "ckpt.pt").read_bytes() == before
     code, out, _ = command("train.py", *small, f"--out_dir={trained}", "--resume")
-    assert code == 0 and "step 10 of 10" in out and (trained / "ckpt.pt").read_bytes() == before
+    assert code == 0 and "step 10, lowest" in out and (trained / "ckpt.pt").read_bytes() == before
     train.main([*small, f"--out_dir={tmp_path / 'again'}"])
     train.main([*small, f"--out_dir={tmp_path / 'again'}", "--overwrite", "--max_iters=2"])
     assert checkpoint.load(tmp_path / "again" / "ckpt.pt")["iter"] == 2 and len(losses(tmp_path / "again")) == 2
@@ -258,3 +258,15 @@ def test_learn_by_heart_and_reproduce(tmp_path, method):
 def test_x_c_of_one_token_to_predict(small, tmp_path):
     train.main([*small, "--r_min=1", "--r_max=1", "--max_iters=2", f"--out_dir={tmp_path}"])
     assert len(losses(tmp_path)) == 2 and all(math.isfinite(loss) for loss in losses(tmp_path).values())
+
+
+def test_a_law_of_your_own(small, tmp_path, monkeypatch, refused):
+    """README's example: one function, one entry in the table."""
+
+    def every_second(config, n, generator):
+        return (torch.arange(config.block_size) % 2 == 1).expand(n, -1)
+
+    refused(["'every_second'", "training, infilling"], "train.py", *small, "--law=every_second")
+    monkeypatch.setitem(train.LAWS, "every_second", every_second)
+    train.main([*small, "--law=every_second", "--max_iters=2", f"--out_dir={tmp_path}"])
+    assert checkpoint.load(tmp_path / "ckpt.pt")["config"]["law"] == "every_second"

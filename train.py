@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import prepare_data
-from conditioning import draw_cond
+from conditioning import LAWS, draw_cond
 from config import UserError, key, load_config, parse, resolve_machine, run
 from evaluate import evaluation_set
 
@@ -87,7 +87,6 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.dtype == "float16")
         self.iter, self.best = 0, math.inf
         if state:
-            model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
             self.iter, self.best = state["iter"], state["best"]
@@ -227,6 +226,8 @@ def claim_folder(config, overwrite):
 
 def set_up(config, given, options, rank, world):
     """Find everything that could be wrong before the first step -> (trainer, log)."""
+    if config.law not in LAWS:
+        raise UserError(f"law = {config.law!r} is unknown: choose from {', '.join(LAWS)}")
     if config.gradient_accumulation_steps % world:
         raise UserError(
             f"gradient_accumulation_steps = {config.gradient_accumulation_steps} does not split over {world} processes: "
@@ -250,11 +251,13 @@ def set_up(config, given, options, rank, world):
 
 
 def describe(trainer):
-    config, size = trainer.config, sum(p.numel() for p in trainer.model.parameters())
-    print(config)
+    config, chunks = trainer.config, trainer.chunks
     N = config.batch_size * config.gradient_accumulation_steps
-    print(f"{config.method}: {size / 1e6:.2f}M parameters; {len(trainer.chunks):,} training sequences of {config.block_size} "
-          f"tokens, {N} a step, {config.max_iters * N / len(trainer.chunks):.2f} epochs; {config.device}, {config.dtype}")  # fmt: skip
+    print(config)
+    print(
+        f"{config.method}: {sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f}M parameters on {config.device}, "
+        f"{config.dtype}; {N} of {len(chunks):,} sequences a step, {config.max_iters * N / len(chunks):.2f} epochs"
+    )
 
 
 def main(argv):
@@ -269,19 +272,21 @@ def main(argv):
             config.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(config.device)
         dist.init_process_group("nccl" if config.device.startswith("cuda") else "gloo")
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         given |= {"device": config.device, "dtype": config.dtype}
         trainer, log = set_up(config, given, options, rank, world)
-        for name in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(name, trainer.end_early)
+        for number, _ in before:
+            signal.signal(number, trainer.end_early)
         if rank == 0:
             describe(trainer)
         trainer.fit(log)
         if rank == 0:
             log.plot()
-            print(f"{trainer.config.out_dir}: step {trainer.iter} of {trainer.config.max_iters}, "
-                  f"lowest validation loss {trainer.best:.4f}; next: python evaluate.py {trainer.config.out_dir}")  # fmt: skip
+            print(f"{trainer.config.out_dir}: step {trainer.iter}, lowest validation loss {trainer.best:.4f}")
     finally:
+        for number, handler in before:
+            signal.signal(number, handler)
         if world > 1:
             dist.destroy_process_group()
 
