@@ -56,14 +56,20 @@ def evaluation_set(config, split):
 # ---------------------------------------------------------------- the answers
 
 
+def batches(config, *tensors):
+    """Tensors with one first axis -> list of tuples of their parts of batch_size."""
+    return list(zip(*(tensor.split(config.batch_size) for tensor in tensors)))
+
+
 @torch.no_grad()
 def nll_of(model, config, tokens, cond, desc):
     """exact_nll over all questions, batch by batch: (n, T) on the CPU, 0 for known tokens."""
     parts = []
-    batches = list(zip(tokens.split(config.batch_size), cond.split(config.batch_size)))
-    for x, c in tqdm(batches, desc=desc, leave=False, disable=None):  # None: no bar where nobody watches
+    for x, c in tqdm(
+        batches(config, tokens, cond), desc, leave=False, disable=None
+    ):  # None: no bar where nobody watches
         with autocast(config):
-            parts.append(model.exact_nll(x.to(config.device), c.to(config.device)).double().cpu())
+            parts.append(model.exact_nll(x.to(config.device), c.to(config.device)).cpu().double())
     return torch.cat(parts)
 
 
@@ -95,7 +101,7 @@ def five_modes(model, config, questions):
         cond = questions.cond[mode.law] if mode.law else nothing_known
         if not mode.future:
             modes[name] = statistics(blind, ~cond)
-        elif model.sees_future:
+        elif model.answers(cond):
             seeing = nll_of(model, config, questions.tokens, cond, name)
             modes[name] = statistics(seeing, ~cond)
             gain[name] = [x / math.log(2) for x in mean_and_error(blind - seeing, ~cond)]
@@ -194,7 +200,7 @@ def score_text(model, config, text):
     if len(ids) > config.block_size:
         raise UserError(f"--text has {len(ids)} tokens, more than block_size = {config.block_size}: shorten it")
     tokens, cond = torch.tensor([ids]), torch.tensor([known])
-    if not model.sees_future and (cond & ((~cond).cumsum(1) > 0)).any():
+    if not model.answers(cond):
         raise UserError(f"--text: {config.method} knows the past alone: nothing may follow the last ]]")
     nll = nll_of(model, config, tokens, cond, "scoring")[0].tolist()
     for i, value, is_known in zip(ids, nll, known):

@@ -120,8 +120,6 @@ class ConditionalModel(nn.Module):
     In all of it tokens is (B, T) int, cond is (B, T) bool, True = known.
     """
 
-    sees_future = True  # may x_c lie anywhere?
-
     def __init__(self, body, bos):
         super().__init__()
         self.body, self.bos = body, bos
@@ -130,6 +128,10 @@ class ConditionalModel(nn.Module):
         """-> (B, T, D): the state from which x_t is predicted at [:, t]; it must not depend on x_t or later x_e."""
         raise NotImplementedError
 
+    def answers(self, cond):
+        """Can the method condition on these x_c at all?"""
+        return True
+
     def logits(self, tokens, cond):
         """-> (B, T, V). logits[:, t] predict x_t given x_c and the earlier tokens."""
         return self.body.head(self.hidden(tokens, cond))
@@ -137,8 +139,13 @@ class ConditionalModel(nn.Module):
     def exact_nll(self, tokens, cond, scored=None):
         """-log p(x_t | x_c, earlier tokens) in nats, (B, T), 0 outside `scored` (B, T) bool, by default all of x_e.
 
-        Its sum over x_e is -log p(x_e | x_c). Only the scored rows go through the vocabulary head.
+        Its sum over x_e is -log p(x_e | x_c). Only the scored rows go through the vocabulary head. ValueError for x_c
+        that the method does not answer.
         """
+        if not self.answers(cond):
+            raise ValueError(
+                f"{type(self).__name__} has no p(x_e | x_c) for such x_c: leave it empty and pass `scored`"
+            )
         scored = ~cond if scored is None else scored
         logits = self.body.head(self.hidden(tokens, cond)[scored])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -154,7 +161,9 @@ class ConditionalModel(nn.Module):
         scored = self.trained_on(cond)
         return self.exact_nll(tokens, cond & ~scored, scored).sum(), scored.sum()
 
-    forward = training_loss  # so that DistributedDataParallel can wrap it
+    def forward(self, tokens, cond):
+        """training_loss, so that DistributedDataParallel can wrap it."""
+        return self.training_loss(tokens, cond)
 
     @torch.no_grad()
     def generate(self, tokens, cond, pick, generator=None, forced=None):
@@ -175,23 +184,16 @@ class ConditionalModel(nn.Module):
 class GPT(ConditionalModel):
     """The plain causal model. It ignores x_c in training, and learns all T tokens."""
 
-    sees_future = False
-
     def hidden(self, tokens, cond):
         tokens, positions, _ = augment(tokens, torch.zeros_like(cond), self.bos)
         return self.body(tokens, positions)
 
+    def answers(self, cond):
+        """GPT knows the past alone: no known token may follow an unknown one."""
+        return not (cond & ((~cond).cumsum(1) > 0)).any()
+
     def trained_on(self, cond):
         return torch.ones_like(cond)
-
-    def exact_nll(self, tokens, cond, scored=None):
-        """As above; ValueError when x_c holds a token after an unknown one, since GPT has no such conditional."""
-        scored = ~cond if scored is None else scored
-        if (cond & ((~cond).cumsum(1) > 0)).any():
-            raise ValueError(
-                "GPT conditions on the past alone: x_c must be a prefix; leave x_c empty and pass `scored`"
-            )
-        return super().exact_nll(tokens, cond, scored)
 
 
 class ACGPT(ConditionalModel):

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from config import UserError, key, load_config, parse, run, whole_file
+from config import Config, UserError, key, load_config, parse, run, whole_file
 
 # ---------------------------------------------------------------- tokenizers: encode, decode, vocab_size, separator
 
@@ -300,7 +300,8 @@ def read_meta(config):
     except (OSError, ValueError) as e:
         what = config.dataset if config.dataset in SOURCES else f"{config.dataset} --input=YOUR_TEXT"
         why = "is not there" if isinstance(e, FileNotFoundError) else f"cannot be read ({e})"
-        command = f"python prepare_data.py {what} --tokenizer={config.tokenizer} --data_dir={config.data_dir}"
+        where = f" --data_dir={config.data_dir}" if config.data_dir != Config.data_dir else ""
+        command = f"python prepare_data.py {what} --tokenizer={config.tokenizer}{where}"
         raise UserError(f"{path} {why}; make it: {command}") from None
 
 

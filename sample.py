@@ -36,7 +36,7 @@ def sampler(device, temperature, top_p, seed):
     def pick(logits):
         if temperature == 0:
             return logits.argmax(-1)
-        p = (logits.to(device, torch.float64) / temperature).softmax(-1)
+        p = (logits.to(device).double() / temperature).softmax(-1)
         p, order = p.sort(-1, descending=True)
         beyond = p.cumsum(-1) - p >= top_p  # the token that crosses top_p stays
         beyond[..., 0] = False
@@ -74,9 +74,9 @@ def fill(model, config, options, tokenizer):
     if all(known):
         raise UserError(f"--text: there is no blank in {options.text[:40]!r}: write one as ____8, 8 tokens long")
     check_length("--text", len(ids), config)
-    if not model.sees_future:
-        print(f"note: {config.method} fills a blank from what stands before it alone", file=sys.stderr)
     tokens, cond = torch.tensor(ids), torch.tensor(known)
+    if not model.answers(cond[None]):
+        print(f"note: {config.method} fills a blank from what stands before it alone", file=sys.stderr)
     for row in generate(model, config, options, tokens, cond):
         print(show(tokenizer, row, cond))
 
@@ -98,10 +98,10 @@ def show_modes(model, config, options, tokenizer):
     tokens = questions.tokens[0]
     prompt = torch.arange(len(tokens)) < PROMPT
     for name, mode in MODES.items():
-        if mode.future and not model.sees_future:
-            continue
         known = questions.cond[mode.law][0] if mode.law else prompt
         cond = known if mode.future else torch.zeros_like(known)
+        if not model.answers(cond[None]):
+            continue
         for row in generate(model, config, options, tokens, cond, known):
             print(f"--- {name.replace('_', ' ')}\n{show(tokenizer, row, known)}\n")
 

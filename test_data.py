@@ -106,7 +106,7 @@ def write_parquet(path, texts, **columns):
 @pytest.fixture
 def wikitext_source(tmp_path):
     folder = tmp_path / "source" / "wikitext-103-raw-v1"
-    rows = [f" = Title {i} = \n" if i % 3 == 0 else "" if i % 3 == 1 else f" Text {i} . \n" for i in range(2500)]
+    rows = [("", " \n", f" = Title {i} = \n", f" Text {i} . \n")[i % 4] for i in range(2500)]
     write_parquet(folder / "train-00000-of-00002.parquet", rows[:1700])
     write_parquet(folder / "train-00001-of-00002.parquet", rows[1700:])
     write_parquet(folder / "validation-00000-of-00001.parquet", rows[:40])
@@ -155,6 +155,7 @@ def test_interrupted_and_run_again(tmp_path, name, stops, wikitext_source, monke
     prepare_data.main([*args, f"--data_dir={tmp_path / 'straight'}"])
     straight = tmp_path / "straight" / f"{name}-bytes"
     if name == "fineweb":
+        assert read(straight, "val")[:26] == [*b"Document 0-0", 256, *b"Document 0-10"]
         assert read(straight, "val").count(256) == 23 and read(straight, "train").count(256) == 2277
     original = Bytes.encode_batch
     for stop in stops:

@@ -256,5 +256,5 @@ def test_model_needs_torch_alone():
 
 def test_readme_names_what_exists():
     text = (HERE / "README.md").read_text()
-    for name in set(re.findall(r"\b[\w/]+\.(?:py|png)\b", text)) - {"mine.py"}:
+    for name in set(re.findall(r"\b[\w/]+\.(?:py|png)\b", text)) - {"my.py"}:
         assert (HERE / name).exists(), f"README names {name}"

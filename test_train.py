@@ -1,6 +1,7 @@
 """Training: exact resuming, several processes, what the loss counts, what stops a run; and that a model learns by heart."""
 
 import csv
+import dataclasses
 import math
 import os
 import resource
@@ -14,7 +15,7 @@ import torch
 import checkpoint
 import prepare_data
 import train
-from config import Config, UserError, load_config, parse
+from config import Config, UserError, load_config, parse, resolve_machine
 from conftest import HERE
 
 
@@ -28,8 +29,8 @@ def start(*args, launcher=(sys.executable,)):
 def trainer_of(args):
     paths, given, options = parse(args, train.Options)
     config, given = load_config(paths, given)
-    config.device, config.dtype = "cpu", "float32"
-    return train.set_up(config, {**given, "device": "cpu", "dtype": "float32"}, options, 0, 1)
+    config = resolve_machine(dataclasses.replace(config, device="cpu"))
+    return train.set_up(config, {**given, "device": "cpu", "dtype": config.dtype}, options, 0, 1)
 
 
 def losses(folder, split="train"):
@@ -39,7 +40,7 @@ def losses(folder, split="train"):
 
 def assert_same_state(a, b):
     """Two checkpoints are equal bit for bit: weights and optimizer."""
-    assert a["iter"] == b["iter"] and a["best"] == b["best"]
+    assert a["iter"] == b["iter"] and a["best"] == b["best"] and a["scaler"] == b["scaler"]
     for name in a["model"]:
         assert torch.equal(a["model"][name], b["model"][name]), name
     for i, state in a["optimizer"]["state"].items():
@@ -50,10 +51,10 @@ def assert_same_state(a, b):
 # ---------------------------------------------------------------- resuming
 
 
-@pytest.mark.parametrize("how", ["kill", "ctrl-c"])
-def test_ten_and_ten_steps_are_twenty(small, tmp_path, how):
+@pytest.mark.parametrize("how, dtype", [("kill", "float32"), ("ctrl-c", "float16")])
+def test_ten_and_ten_steps_are_twenty(small, tmp_path, how, dtype):
     """Dropout included; killed without warning after a checkpoint, or ended by Ctrl-C in the middle of an interval."""
-    args = [*small, "--dropout=0.2", "--max_iters=20", "--eval_interval=7"]
+    args = [*small, "--dropout=0.2", "--max_iters=20", "--eval_interval=7", f"--dtype={dtype}"]
     (straight, _), broken = trainer_of([*args, f"--out_dir={tmp_path / 'straight'}"]), tmp_path / "broken"
     torch.set_num_threads(1)
     straight.fit(checkpoint.Log(straight.config, 0, quiet=False))

@@ -27,7 +27,7 @@ import checkpoint
 import prepare_data
 from conditioning import LAWS, draw_cond
 from config import UserError, key, load_config, parse, resolve_machine, run
-from evaluate import evaluation_set
+from evaluate import batches, evaluation_set
 
 
 def learning_rate(config, step):
@@ -97,16 +97,16 @@ class Trainer:
 
     def total(self, value):
         """The sum of a number over all processes."""
-        value = torch.as_tensor(float(value), dtype=torch.float64)
-        if self.world > 1:
-            value = value.float().to(self.config.device) if self.config.device != "cpu" else value
-            dist.all_reduce(value)
+        if self.world == 1:
+            return float(value)
+        value = torch.tensor(float(value), dtype=torch.float64, device=self.config.device)
+        dist.all_reduce(value)
         return value.item()
 
-    def loss(self, tokens, cond):
-        tokens, cond = tokens.to(self.config.device), cond.to(self.config.device)
+    def loss(self, model, tokens, cond):
+        """Summed NLL of a micro-batch."""
         with checkpoint.autocast(self.config):
-            return self.wrapped(tokens, cond)
+            return model(tokens.to(self.config.device), cond.to(self.config.device))[0]
 
     def step(self):
         """One optimizer step -> its loss, in nats per trained token. The gradient is that of this very figure."""
@@ -117,16 +117,14 @@ class Trainer:
             group["lr"] = learning_rate(config, self.iter)
         tokens, cond = draw_step(self.chunks, config, self.iter)
         n_trained = self.model.trained_on(cond).sum().item()  # in the whole step, all processes together
-        micro_batches = list(zip(tokens.split(config.batch_size), cond.split(config.batch_size)))[
-            self.rank :: self.world
-        ]
+        micro_batches = batches(config, tokens, cond)[self.rank :: self.world]
         nll = 0.0
         for i, (x, c) in enumerate(micro_batches):
             wait = self.world > 1 and i + 1 < len(micro_batches)
             with self.wrapped.no_sync() if wait else contextlib.nullcontext():
-                part, _ = self.loss(x, c)
+                part = self.loss(self.wrapped, x, c)
                 self.scaler.scale(part * self.world / n_trained).backward()  # DDP takes the mean over processes
-            nll += part.detach().double()
+            nll += part.detach()
         loss = self.total(nll) / n_trained
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
@@ -146,11 +144,7 @@ class Trainer:
         """The training loss on the evaluation set, without dropout, in nats per token."""
         self.model.eval()
         tokens, cond = self.questions.tokens, self.questions.cond[self.config.law]
-        nll, size = 0.0, self.config.batch_size
-        for x, c in list(zip(tokens.split(size), cond.split(size)))[self.rank :: self.world]:
-            with checkpoint.autocast(self.config):
-                part, _ = self.model.training_loss(x.to(self.config.device), c.to(self.config.device))
-            nll += part.item()
+        nll = sum(self.loss(self.model, x, c) for x, c in batches(self.config, tokens, cond)[self.rank :: self.world])
         return self.total(nll) / self.model.trained_on(cond).sum().item()
 
     def save(self, name, **more):
@@ -215,8 +209,12 @@ class Options:
 
 
 def claim_folder(config, overwrite):
-    """Refuse an out_dir that holds a run, unless it is to be replaced."""
+    """Refuse an out_dir that holds a run, unless it is to be resumed or replaced."""
     folder = Path(config.out_dir)
+    for file in folder.glob("*.tmp"):  # what a kill while writing left behind
+        file.unlink()
+    if config.init_from == "resume":
+        return
     old = [file for pattern in ("*.pt", "log.csv", "loss.png", "eval_*.json") for file in folder.glob(pattern)]
     if old and not overwrite:
         raise UserError(f"{folder} holds a run: go on with --resume, replace it with --overwrite, or give --out_dir")
@@ -244,8 +242,8 @@ def set_up(config, given, options, rank, world):
     if config.init_from == "scratch":
         meta = prepare_data.read_meta(config)
         model = checkpoint.build(config, meta["vocab_size"], meta["separator"])
-        if rank == 0:
-            claim_folder(config, options.overwrite)
+    if rank == 0:
+        claim_folder(config, options.overwrite)
     trainer = Trainer(model, config, chunks, questions, state, rank, world)
     return trainer, checkpoint.Log(config, trainer.iter, quiet=rank > 0)
 
