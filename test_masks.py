@@ -351,8 +351,9 @@ def check_trained(folder):
     unknown_changed = nll(model, tokens.where(cond | ~late, noise), cond)[:, ~late]
     known_changed = nll(model, tokens.where(~cond | ~late, noise), cond)[:, ~late]
     leak, use = (old - unknown_changed).abs().max().item(), (old - known_changed).abs().max().item()
-    print(f"{folder}: replacing the unknown tokens of the second half moves log-probs in the first by {leak:.1e} "
-          f"(must be < 1e-4), replacing its known ones by up to {use:.2f} (must be > 0.1)")  # fmt: skip
+    print(f"leak check of {folder}, log-probs of the first half:")
+    print(f"  change the unknown tokens of the second half: they move by {leak:.1e} (must be < 1e-4)")
+    print(f"  change its known tokens: they move by up to {use:.2f} (must be > 0.1)")
     assert leak < 1e-4, "the model sees unknown tokens of the future"
     assert use > 0.1, "the model ignores known tokens of the future"
 
