@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from config import SHAPES_MODEL, Config, UserError, load_config, resolve_machine, whole_file
+from config import FIXED, Config, UserError, load_config, read_config_file, resolve_machine, whole_file
 from model import METHODS, Transformer
 
 MACHINE = ("device", "dtype", "compile")  # keys that a checkpoint brings from where it was trained, and that stay there
@@ -45,7 +45,9 @@ def load(path):
     """The dict that `save` wrote, on the CPU."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path} is not there: train it (python train.py CONFIG), or name another run folder")
+        others = ", ".join(sorted(f"--checkpoint={file.name}" for file in path.parent.glob("*.pt")))
+        fix = f"there is {others}" if others else "train it first, or name the folder of another run"
+        raise UserError(f"{path} is not there: {fix}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {**state, "path": str(path)} if {"config", "model", "iter"} <= set(state) else state["not ours"]
@@ -56,23 +58,25 @@ def load(path):
         ) from None
 
 
-def open_run(place, given, name="best.pt"):
+def open_run(place, given, name="best.pt", to_resume=False):
     """Open a finished or interrupted run -> (model, config, state).
 
     place: a config file, whose out_dir is meant, or a run folder. given: {key: value} set on the command line. The
-    checkpoint's config holds, changed by what the file and the command line say, unless that would be another model.
+    checkpoint's config holds, changed by the command line alone; neither it nor the file may ask for another model, nor,
+    to resume, for another experiment.
     """
-    folder = Path(place)
+    folder, asked = Path(place), given
     if folder.suffix == ".py":
-        config, given = load_config([place], given)
-        folder = Path(config.out_dir)
+        folder = Path(load_config([place], given).out_dir)
+        asked = {**read_config_file(place), **given}
+    elif given.get("out_dir", place) != place:
+        raise UserError(f"out_dir = {given['out_dir']!r} contradicts the run folder {place}: leave one of them out")
     state = load(folder / name)
-    for key in SHAPES_MODEL:
-        if key in given and given[key] != state["config"][key]:
-            raise UserError(
-                f"{key} = {given[key]!r} contradicts {state['path']}, trained with {key} = {state['config'][key]!r}: "
-                "leave it out, or train another run"
-            )
+    for key, kind in FIXED.items():
+        then = state["config"][key]
+        if key in asked and asked[key] != then and (kind == "model" or to_resume):
+            fix = "start another run" if to_resume else "leave it out, or name another run"
+            raise UserError(f"{key} = {asked[key]!r} contradicts {state['path']}, trained with {key} = {then!r}: {fix}")
     saved = {key: value for key, value in state["config"].items() if key not in MACHINE}
     config = resolve_machine(Config(**{**saved, **given, "out_dir": str(folder)}))
     model = build(config, state["vocab_size"], state["separator"])

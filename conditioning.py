@@ -1,7 +1,7 @@
 """Conditioning sets: which tokens are known (x_c), and how a sequence looks once they are copied to its front.
 
-This file reads like Section 3 of the paper: draw x_c, put its copies in front, and the five questions that a model is
-asked. It works on tensors alone and knows nothing of networks, tokenizers or files of text. To see it at work:
+This file reads like Section 3 of the paper: draw x_c, put its copies in front, and the five evaluation modes. It knows
+nothing of networks, tokenizers or files. To see it at work:
 
     python test_masks.py --show
 
@@ -39,15 +39,15 @@ def training_law(config, n, generator):
     column = torch.arange(T)
 
     # Step 3: every block holds one token; each of the |x_c| - B others joins a block drawn uniformly.
-    joined = uniform_int(n_blocks, (n, T), generator)
-    sizes = (column < n_blocks).long().scatter_add(1, joined, (column < size - n_blocks).long())
+    joined = uniform_int(n_blocks, (n, T), generator)  # (n, T), of which the first |x_c| - B of each row count
+    sizes = (column < n_blocks).long().scatter_add(1, joined, (column < size - n_blocks).long())  # (n, T), the first B
 
     # Step 4: choose B of the B + |x_e| items without replacement, by ranking random keys; the other slots are void.
     n_items = n_blocks + T - size
-    keys = torch.rand(n, T, generator=generator, dtype=torch.float64).masked_fill(column >= n_items, 2.0)
+    keys = torch.rand(n, T, generator=generator, dtype=torch.float64).masked_fill(column >= n_items, 2.0)  # void: last
     chosen = torch.zeros(n, T, dtype=torch.bool).scatter(1, keys.argsort(1), column < n_blocks)
     block = (chosen.cumsum(1) - 1).clamp(min=0)
-    length = torch.where(chosen, sizes.gather(1, block), (column < n_items).long())
+    length = torch.where(chosen, sizes.gather(1, block), (column < n_items).long())  # each row sums to T
     return chosen.flatten().repeat_interleave(length.flatten()).view(n, T)
 
 
@@ -72,6 +72,10 @@ LAWS = {"training": training_law, "infilling": infilling_law}  # a law of your o
 def draw_cond(config, n, generator):
     """The x_c of n training sequences: config.law, of which a share `config.mix` is emptied (pure GPT sequences)."""
     cond = LAWS[config.law](config, n, generator)
+    assert cond.shape == (n, config.block_size) and cond.dtype == torch.bool, (
+        f"{config.law}: {cond.shape}, {cond.dtype}"
+    )
+    assert not cond.all(1).any(), f"the law {config.law!r} leaves no token to predict"
     return cond & (torch.rand(n, 1, generator=generator) >= config.mix)
 
 
@@ -100,7 +104,7 @@ def augment(tokens, cond, bos):
     return tokens, torch.cat([copy_positions, body_positions], 1), n_copies
 
 
-# ---------------------------------------------------------------- the five questions
+# ---------------------------------------------------------------- the five modes
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,15 @@ MODES = {
     "infilling_no_future": Mode("infilling", False),
     "training_no_future": Mode("training", False),
 }
+
+
+def modes_with(law):
+    """The five modes, and the two of a law of your own."""
+    return (
+        MODES
+        if law in ("training", "infilling")
+        else {**MODES, law: Mode(law, True), f"{law}_no_future": Mode(law, False)}
+    )
 
 
 @dataclass

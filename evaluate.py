@@ -12,6 +12,7 @@ draws no samples and trains nothing.
 """
 
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -26,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import autocast, open_run
-from conditioning import LAWS, MODES, EvaluationSet, draw_evaluation_set
+from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with
 from config import UserError, key, parse, run, whole_file
 from prepare_data import encode, get_tokenizer, read_chunks, read_meta
 
@@ -37,7 +38,8 @@ def evaluation_set(config, split):
     """The questions of a data set, drawn once and kept beside it as eval_<split>_<hash of what was asked>.npz."""
     chunks = read_chunks(config, split)
     names = ("block_size", "eval_sequences", "eval_seed", "r_min", "r_max", "b_min", "b_max")
-    asked = json.dumps([read_meta(config)["sha256"][split], sorted(LAWS), *(getattr(config, name) for name in names)])
+    laws = [inspect.getsource(law) for law in LAWS.values()]  # a changed law asks other questions
+    asked = json.dumps([read_meta(config)["sha256"][split], laws, *(getattr(config, name) for name in names)])
     path = config.data_folder / f"eval_{split}_{hashlib.sha256(asked.encode()).hexdigest()[:12]}.npz"
     if path.exists():
         try:
@@ -53,7 +55,7 @@ def evaluation_set(config, split):
     return questions
 
 
-# ---------------------------------------------------------------- the answers
+# ---------------------------------------------------------------- the scores
 
 
 def batches(config, *tensors):
@@ -97,20 +99,19 @@ def five_modes(model, config, questions):
     nothing_known = torch.zeros_like(questions.tokens, dtype=torch.bool)
     blind = nll_of(model, config, questions.tokens, nothing_known, "unconditional")
     modes, gain = {}, {}
-    for name, mode in MODES.items():
+    for name, mode in modes_with(config.law).items():
         cond = questions.cond[mode.law] if mode.law else nothing_known
         if not mode.future:
             modes[name] = statistics(blind, ~cond)
-        elif model.answers(cond):
+        elif model.can_condition_on(cond):
             seeing = nll_of(model, config, questions.tokens, cond, name)
             modes[name] = statistics(seeing, ~cond)
             gain[name] = [x / math.log(2) for x in mean_and_error(blind - seeing, ~cond)]
     return modes, gain
 
 
-def evaluate(model, config, state, split):
+def evaluate(model, config, state, questions, split):
     """All that there is to say about one run on one split, as it goes into its JSON file."""
-    questions = evaluation_set(config, split)
     modes, gain = five_modes(model, config, questions)
     result = {
         "run": config.out_dir, "split": split, "method": config.method, "law": config.law, "r_max": config.r_max,
@@ -134,41 +135,34 @@ def git_commit():
     return out.stdout.strip() or None
 
 
-TITLES = {
-    "unconditional": "unconditional",
-    "infilling": "infilling",
-    "infilling_no_future": "  without the future",
-    "training": "training distribution",
-    "training_no_future": "  without the future",
-}
+TITLES = {"training": "training distribution"}
 
 
 def table(results):
     """The runs side by side, perplexity +- standard error; for byte models bits per byte beside it."""
-    if len({r["evaluation_set"] for r in results}) > 1:
-        raise UserError("these runs were asked different questions: give one --r_max (and split, block_size) for all")
     of_bytes = results[0]["config"]["tokenizer"] == "bytes"
     names = [Path(r["run"]).name for r in results]
     width = max(28, *(len(name) + 2 for name in names))
 
     def line(title, tokens, cells):
-        return f"{title:23}{tokens:>9}" + "".join(f"{cell:>{width}}" for cell in cells)
+        return (f"{title:23}{tokens:>9}" + "".join(f"{cell:>{width}}" for cell in cells)).rstrip()
 
     lines = [line("", "", names), line("", "tokens", ["perplexity" + " (bits per byte)" * of_bytes] * len(results))]
-    for mode, title in TITLES.items():
-        cells, tokens = [], "-"
-        for found in (r["modes"].get(mode) for r in results):
-            bits = f" ({math.log2(found['perplexity']):.3f})" if found and of_bytes else ""
-            cells.append(f"{found['perplexity']:.3f} +- {found['stderr']:.3f}{bits}" if found else "-")
-            tokens = found["tokens"] if found else tokens
-        lines.append(line(title, tokens, cells))
+    modes = list(dict.fromkeys(mode for law in [r["law"] for r in results] for mode in modes_with(law)))
+    for mode in sorted(modes, key=lambda mode: modes.index(mode.removesuffix("_no_future"))):  # pairs stand together
+        title = "  without the future" if mode.endswith("_no_future") else TITLES.get(mode, mode)
+        found = [r["modes"].get(mode) for r in results]
+        cells = [f"{m['perplexity']:.3f} +- {m['stderr']:.3f}" if m else "-" for m in found]
+        if of_bytes:
+            cells = [cell + f" ({math.log2(m['perplexity']):.3f})" if m else cell for cell, m in zip(cells, found)]
+        lines.append(line(title, next((m["tokens"] for m in found if m), "-"), cells))
     lines += ["", line("saved by the future", "", ["bits per token"] * len(results))]
-    for law in ("infilling", "training"):
-        found = [r["gain_bits"].get(law) for r in results]
-        lines.append(
-            line(f"  {TITLES[law]}", "", [f"{gain[0]:.4f} +- {gain[1]:.4f}" if gain else "-" for gain in found])
-        )
-    return "\n".join(line.rstrip() for line in lines)
+    for mode in modes:
+        found = [r["gain_bits"].get(mode) for r in results]
+        if any(found):
+            cells = [f"{gain[0]:.4f} +- {gain[1]:.4f}" if gain else "-" for gain in found]
+            lines.append(line(f"  {TITLES.get(mode, mode)}", "", cells))
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- the score of a text of yours
@@ -189,23 +183,27 @@ def encode_parts(tokenizer, text, mark):
     return [*parts, (encode(tokenizer, text[end:]), None)]
 
 
+def check_length(what, n, config):
+    if n > config.block_size:
+        raise UserError(f"{what}: {n} tokens are more than block_size = {config.block_size}: shorten the text")
+
+
 def score_text(model, config, text):
     """Print log p(marked | rest), token by token and in total, for text with [[marked]] parts."""
     tokenizer = get_tokenizer(config.tokenizer)
-    parts = encode_parts(tokenizer, text, r"\[\[(.+?)\]\]")
+    parts = encode_parts(tokenizer, text, r"(?s)\[\[(.+?)\]\]")
     ids = [i for part, _ in parts for i in part]
     known = [match is None for part, match in parts for _ in part]
     if all(known):
         raise UserError(f"--text: nothing is marked in {text[:40]!r}: put [[ ]] around what is to be scored")
-    if len(ids) > config.block_size:
-        raise UserError(f"--text has {len(ids)} tokens, more than block_size = {config.block_size}: shorten it")
+    check_length("--text", len(ids), config)
     tokens, cond = torch.tensor([ids]), torch.tensor([known])
-    if not model.answers(cond):
+    if not model.can_condition_on(cond):
         raise UserError(f"--text: {config.method} knows the past alone: nothing may follow the last ]]")
     nll = nll_of(model, config, tokens, cond, "scoring")[0].tolist()
     for i, value, is_known in zip(ids, nll, known):
         if not is_known:
-            print(f"{-value:9.4f}  {math.exp(-value):8.5f}  {tokenizer.decode([i])!r}")
+            print(f"{-value:9.4f}  {math.exp(-value):9.3g}  {tokenizer.decode([i])!r}")
     n = known.count(False)
     print(f"{-sum(nll):9.4f}  = log p([[..]] | rest), {n} tokens; {sum(nll) / n / math.log(2):.4f} bits per token")
 
@@ -221,20 +219,22 @@ def main(argv):
     places, given, options = parse(argv, Options, __doc__)
     if not places:
         raise UserError("name a config file or run folders: python evaluate.py configs/tiny.py")
-    results = []
-    for place in places:
-        model, config, state = open_run(place, given, options.checkpoint)
-        if options.text is not None:
+    runs = [open_run(place, given, options.checkpoint) for place in places]
+    if options.text is not None:
+        for place, (model, config, _) in zip(places, runs):
+            if len(places) > 1:
+                print(place)
             score_text(model, config, options.text)
-        else:
-            results.append(evaluate(model, config, state, options.split))
-    if results:
-        r = results[0]
-        size = f"{r['modes']['unconditional']['sequences']} sequences of {r['config']['block_size']} tokens"
-        print(
-            f"{r['config']['dataset']}, {options.split}: {size}, r_max {r['r_max']:g}, evaluation set {r['evaluation_set']}"
+        return
+    questions = [evaluation_set(config, options.split) for _, config, _ in runs]
+    if len({q.hash for q in questions}) > 1:
+        raise UserError(
+            "these runs would be asked different questions: give one --r_max for all, of one data set and T"
         )
-        print("\n" + table(results))
+    results = [evaluate(*run, questions[0], options.split) for run in runs]
+    config, (n, T) = runs[0][1], questions[0].tokens.shape
+    about = f"{config.dataset}, {options.split}: {n} sequences of {T} tokens"
+    print(f"{about}, r_max {config.r_max:g}, evaluation set {questions[0].hash}\n\n{table(results)}")
 
 
 if __name__ == "__main__":

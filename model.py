@@ -2,7 +2,7 @@
 
     Transformer       GPT-2 blocks with rotary positions. It knows nothing of conditioning: positions and mask are data.
     ConditionalModel  one score, log p(x_t | ...), behind training, evaluation and sampling alike.
-    GPT, ACGPT        the two methods that differ from it by a few lines. The others are in baselines.py.
+    GPT, ACGPT        two methods, each a few lines: what its rows may see.
 
 Shapes: B sequences, T body tokens, P prefix slots, L = P + T, V vocabulary, D width, H heads, d = D / H.
 Nothing here reads files, knows a tokenizer or draws x_c. To train: python train.py configs/tiny.py
@@ -125,24 +125,24 @@ class ConditionalModel(nn.Module):
         self.body, self.bos = body, bos
 
     def hidden(self, tokens, cond):
-        """-> (B, T, D): the state from which x_t is predicted at [:, t]; it must not depend on x_t or later x_e."""
+        """-> (B, T, D): the states that predict x_1 .. x_T; none may depend on its own or later tokens of x_e."""
         raise NotImplementedError
 
-    def answers(self, cond):
-        """Can the method condition on these x_c at all?"""
+    def can_condition_on(self, cond):
+        """Has the method a p(x_e | x_c) for these x_c at all?"""
         return True
 
     def logits(self, tokens, cond):
-        """-> (B, T, V). logits[:, t] predict x_t given x_c and the earlier tokens."""
+        """-> (B, T, V): predictions of x_1 .. x_T, each given x_c and the tokens before it."""
         return self.body.head(self.hidden(tokens, cond))
 
     def exact_nll(self, tokens, cond, scored=None):
         """-log p(x_t | x_c, earlier tokens) in nats, (B, T), 0 outside `scored` (B, T) bool, by default all of x_e.
 
         Its sum over x_e is -log p(x_e | x_c). Only the scored rows go through the vocabulary head. ValueError for x_c
-        that the method does not answer.
+        that the method cannot condition on.
         """
-        if not self.answers(cond):
+        if not self.can_condition_on(cond):
             raise ValueError(
                 f"{type(self).__name__} has no p(x_e | x_c) for such x_c: leave it empty and pass `scored`"
             )
@@ -158,7 +158,7 @@ class ConditionalModel(nn.Module):
 
     def training_loss(self, tokens, cond):
         """-> (sum of NLL over the trained tokens, in nats; their number)."""
-        scored = self.trained_on(cond)
+        scored = self.trained_on(cond)  # & ~scored below: what is learnt is not known; it empties GPT's x_c
         return self.exact_nll(tokens, cond & ~scored, scored).sum(), scored.sum()
 
     def forward(self, tokens, cond):
@@ -188,7 +188,7 @@ class GPT(ConditionalModel):
         tokens, positions, _ = augment(tokens, torch.zeros_like(cond), self.bos)
         return self.body(tokens, positions)
 
-    def answers(self, cond):
+    def can_condition_on(self, cond):
         """GPT knows the past alone: no known token may follow an unknown one."""
         return not (cond & ((~cond).cumsum(1) > 0)).any()
 

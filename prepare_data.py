@@ -209,7 +209,7 @@ def prepare(config, options):
     """Write the data set of `config.dataset` and `config.tokenizer` into config.data_folder."""
     folder, part = config.data_folder, config.data_folder.with_name(config.data_folder.name + ".part")
     if (folder / "meta.json").exists() and not options.overwrite:
-        print(f"{folder} is prepared already (--overwrite to do it again)")
+        print(f"{folder} is prepared already, from: {read_meta(config)['source']} (--overwrite to do it again)")
         return
     if folder.exists() and not (folder / "meta.json").exists():
         raise UserError(f"{folder} exists but was not made by prepare_data.py: move it away")
@@ -236,7 +236,9 @@ def prepare(config, options):
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
     except OSError as e:
-        raise UserError(f"cannot write {part} ({e.strerror}): make room and run again") from None
+        raise UserError(
+            f"cannot write {part} ({e.strerror}): make room or give another --data_dir, and run again"
+        ) from None
     print(f"{folder}: " + ", ".join(f"{split} {n:,} tokens" for split, n in tokens.items()))
 
 
@@ -282,11 +284,7 @@ def read_progress(part, dtype, about):
 
 
 def file_sha256(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return hashlib.sha256(np.memmap(path, "uint8", mode="r")).hexdigest()
 
 
 # ---------------------------------------------------------------- reading back
@@ -335,7 +333,7 @@ def main(argv):
         )
         raise UserError(f"data set {name!r}: give {fix}")
     given.setdefault("tokenizer", "gpt2" if name in ("wikitext103", "fineweb") else "bytes")
-    config, _ = load_config([], {**given, "dataset": name})
+    config = load_config([], {**given, "dataset": name})
     prepare(config, options)
 
 

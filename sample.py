@@ -4,7 +4,7 @@
     python sample.py configs/tiny.py --text "We the ____8 of the United States" --n=3
     python sample.py configs/tiny.py --prompt "Fellow citizens" --max_new_tokens=100
 
-A blank is four underscores and its length in tokens; a text may have several, anywhere. All that is not blank is known,
+A blank is four underscores and its length in tokens, all digits that follow; a text may have several, anywhere. All that is not blank is known,
 the spaces around a blank too; only where a tokenizer joins spaces to the words after them (GPT-2's), the one space in
 front of a blank is dropped, since the first token of the filling brings its own.
 Generated parts are printed as [[..]]. This is the plain loop, one forward pass per token. It trains and scores nothing.
@@ -19,7 +19,7 @@ import torch
 from checkpoint import autocast, open_run
 from conditioning import MODES
 from config import UserError, key, parse, run
-from evaluate import encode_parts, evaluation_set
+from evaluate import check_length, encode_parts, evaluation_set
 from prepare_data import encode, get_tokenizer
 
 PROMPT = 20  # tokens of the unconditional mode's prompt (paper, Appendix A)
@@ -34,7 +34,7 @@ def sampler(device, temperature, top_p, seed):
     generator = torch.Generator(device).manual_seed(seed)
 
     def pick(logits):
-        if temperature == 0:
+        if temperature < 1e-6:
             return logits.argmax(-1)
         p = (logits.to(device).double() / temperature).softmax(-1)
         p, order = p.sort(-1, descending=True)
@@ -75,7 +75,7 @@ def fill(model, config, options, tokenizer):
         raise UserError(f"--text: there is no blank in {options.text[:40]!r}: write one as ____8, 8 tokens long")
     check_length("--text", len(ids), config)
     tokens, cond = torch.tensor(ids), torch.tensor(known)
-    if not model.answers(cond[None]):
+    if not model.can_condition_on(cond[None]):
         print(f"note: {config.method} fills a blank from what stands before it alone", file=sys.stderr)
     for row in generate(model, config, options, tokens, cond):
         print(show(tokenizer, row, cond))
@@ -100,15 +100,10 @@ def show_modes(model, config, options, tokenizer):
     for name, mode in MODES.items():
         known = questions.cond[mode.law][0] if mode.law else prompt
         cond = known if mode.future else torch.zeros_like(known)
-        if not model.answers(cond[None]):
+        if not model.can_condition_on(cond[None]):
             continue
         for row in generate(model, config, options, tokens, cond, known):
-            print(f"--- {name.replace('_', ' ')}\n{show(tokenizer, row, known)}\n")
-
-
-def check_length(what, n, config):
-    if n > config.block_size:
-        raise UserError(f"{what}: {n} tokens are more than block_size = {config.block_size}: shorten the text")
+            print(f"--- {name.replace('_', ' ')}\n{show(tokenizer, row, known)}\n", flush=True)
 
 
 @dataclass
@@ -119,15 +114,17 @@ class Options:
     max_new_tokens: int | None = key(None, "--prompt: how many tokens follow; None: up to 200", low=1)
     temperature: float = key(0.8, "below 1: safer; 0: always the likeliest token", low=0)
     top_p: float = key(0.95, "draw from the likeliest tokens that make up this probability", low=0, high=1)
-    seed: int = key(1, "seed of the draws", low=0)
+    seed: int = key(1, "seed of the draws", low=0, high=2**32 - 1)
     checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")
 
 
 def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
     if len(paths) != 1:
-        raise UserError("name one config file or run folder: python sample.py configs/tiny.py")
-    model, config, _ = open_run(paths[0], given, options.checkpoint)
+        raise UserError("name one config file or run folder (and put text in quotes): python sample.py configs/tiny.py")
+    if options.text is not None and options.prompt is not None:
+        raise UserError("--text fills blanks, --prompt is continued: give one of them")
+    model, config, state = open_run(paths[0], given, options.checkpoint)
     tokenizer = get_tokenizer(config.tokenizer)
     if options.text is not None:
         fill(model, config, options, tokenizer)
@@ -135,6 +132,7 @@ def main(argv):
         continue_text(model, config, options, tokenizer)
     else:
         show_modes(model, config, options, tokenizer)
+    print(f"({state['path']}, step {state['iter']})", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from config import Config, UserError, load_config, parse, read_config_file, reso
 
 def config_of(*argv):
     paths, given, _ = parse(argv)
-    return load_config(paths, given)[0]
+    return load_config(paths, given)
 
 
 def test_files_and_command_line(tmp_path):
@@ -56,6 +56,7 @@ def test_methods_are_those_of_the_model():
         (["--n_layer=0"], ["n_layer = 0", "at least 1"]),
         (["--n_layer"], ["--n_layer", "needs a value"]),
         (["--r_max=1.5"], ["r_max = 1.5", "at most 1"]),
+        (["--seed=99999999999999999999"], ["seed", "at most"]),
         (["--r_max=nan"], ["r_max", "nan"]),
         (["--r_min=0.7"], ["r_min = 0.7", "r_max = 0.6"]),
         (["--b_min=5", "--b_max=3"], ["b_min = 5", "b_max = 3"]),
@@ -64,7 +65,7 @@ def test_methods_are_those_of_the_model():
         (["--min_lr=1"], ["min_lr = 1.0", "learning_rate"]),
         (["--compile=maybe"], ["compile", "'maybe'", "bool"]),
         (["no/such.py"], ["no/such.py"]),
-        (["a.py", "b.py"], ["one config file", "a.py b.py"]),
+        (["a.py", "r_max=0.4"], ["one config file", "a.py r_max=0.4", "--key=value"]),
     ],
 )
 def test_mistakes_on_the_command_line(argv, words):
@@ -79,6 +80,7 @@ def test_mistakes_on_the_command_line(argv, words):
         ("n_layers = 4", ["line 1", "did you mean 'n_layer'"]),
         ("\nn_layer = 'four'", ["n_layer", "'four'", "int"]),
         ("n_layer = four", ["line 1", "four"]),
+        ("n_layer = [1][5]", ["line 1", "range"]),
         ("n_layer = 1 / 0", ["line 1", "zero"]),
         ("n_layer: int = 3", ["line 1", "assignments"]),
         ("import os", ["line 1", "assignments"]),
@@ -117,6 +119,8 @@ def test_whole_file_or_none(tmp_path):
         file.write("half")
         raise OSError(28, "No space left on device")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(UserError, match="another folder"), whole_file(path / "below", "w"):
+        pass
     with whole_file(path, "w") as file:
         file.write("new")
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]

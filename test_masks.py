@@ -18,7 +18,7 @@ import torch
 import model as M
 from checkpoint import open_run
 from conditioning import augment
-from config import key, parse, run
+from config import Config, UserError, key, parse, resolve_machine, run
 from evaluate import evaluation_set
 
 SETTING = {"device": "cpu", "dtype": torch.float64}
@@ -343,6 +343,8 @@ def check_trained(folder):
     """The leak check on a trained run: new tokens after a place in x_e change nothing before it, but known ones do."""
     model, config, _ = open_run(folder, {"device": "cpu", "dtype": "float32"})
     questions = evaluation_set(config, "val")
+    if not model.can_condition_on(questions.cond["training"]):
+        raise UserError(f"{folder} is a {config.method}: it knows no future that could leak")
     tokens, cond = questions.tokens[:32], questions.cond["training"][:32]
     g = torch.Generator().manual_seed(0)
     noise = torch.randint(model.body.vocab_size, tokens.shape, generator=g)
@@ -414,9 +416,14 @@ class Options:
 
 
 def main(argv):
-    _, given, options = parse(argv, Options, __doc__)
-    SETTING["device"] = given.get("device", "cpu")
-    SETTING["dtype"] = getattr(torch, given.get("dtype", "float64"))
+    paths, given, options = parse(argv, Options, __doc__)
+    if paths:
+        raise UserError(f"what is {paths[0]}? a trained run to check is named by --run=FOLDER")
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
+    if given.get("dtype", "float64") not in dtypes:
+        raise UserError(f"dtype = {given['dtype']!r} is unknown: choose from {', '.join(dtypes)}")
+    SETTING["device"] = resolve_machine(Config(device=given.get("device", "cpu"), dtype="float32")).device
+    SETTING["dtype"] = dtypes[given.get("dtype", "float64")]
     if options.show:
         show()
     elif options.run:

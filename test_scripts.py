@@ -14,6 +14,7 @@ import torch
 import evaluate
 import sample
 from checkpoint import open_run
+from conditioning import MODES
 from conftest import HERE, TEXT
 from prepare_data import Bytes
 
@@ -27,7 +28,7 @@ def modes_of(folder, split="val", r="0.6"):
 def test_five_modes(trained, command):
     code, out, _ = command("evaluate.py", trained)
     result = modes_of(trained)
-    assert code == 0 and set(result["modes"]) == set(evaluate.MODES)
+    assert code == 0 and set(result["modes"]) == set(MODES)
     assert result["iter"] == 10 and result["config"]["n_layer"] == 2 and len(result["evaluation_set"]) == 16
     tokens = {mode: value["tokens"] for mode, value in result["modes"].items()}
     assert tokens["unconditional"] == 8 * 32 and tokens["training"] == tokens["training_no_future"] < 8 * 32
@@ -41,7 +42,7 @@ def test_perplexity_by_hand(trained):
     model, config, _ = open_run(trained, {})
     questions = evaluate.evaluation_set(config, "val")
     modes, gain = evaluate.five_modes(model, config, questions)
-    for name, mode in evaluate.MODES.items():
+    for name, mode in MODES.items():
         total = count = 0
         for i in range(8):
             x, empty = questions.tokens[i : i + 1], torch.zeros(1, 32, dtype=torch.bool)
@@ -175,9 +176,11 @@ def test_spaces_around_a_mark(offline_gpt2):
         (["--prompt", "abc", "--max_new_tokens=30"], ["33 tokens", "block_size = 32"]),
         (["--text", "a\udc80 ____3"], ["remove it"]),
         (["--text"], ["needs a value"]),
+        (["--text", "____3", "--prompt", "a"], ["give one of them"]),
         (["--top_p=2", "--text", "____3"], ["top_p = 2"]),
         (["--n_layer=5", "--text", "____3"], ["n_layer = 5", "n_layer = 2"]),
-        (["--checkpoint=no.pt"], ["no.pt is not there"]),
+        (["--checkpoint=no.pt"], ["no.pt is not there", "--checkpoint=best.pt"]),
+        (["--out_dir=out/other"], ["out/other", "leave one"]),
     ],
 )
 def test_mistakes_in_sampling(trained, refused, args, words):

@@ -1,7 +1,7 @@
 """Training: exact resuming, several processes, what the loss counts, what stops a run; and that a model learns by heart."""
 
 import csv
-import dataclasses
+import json
 import math
 import os
 import resource
@@ -15,7 +15,7 @@ import torch
 import checkpoint
 import prepare_data
 import train
-from config import Config, UserError, load_config, parse, resolve_machine
+from config import Config, UserError, parse
 from conftest import HERE
 
 
@@ -27,10 +27,8 @@ def start(*args, launcher=(sys.executable,)):
 
 
 def trainer_of(args):
-    paths, given, options = parse(args, train.Options)
-    config, given = load_config(paths, given)
-    config = resolve_machine(dataclasses.replace(config, device="cpu"))
-    return train.set_up(config, {**given, "device": "cpu", "dtype": config.dtype}, options, 0, 1)
+    paths, given, options = parse([*args, "--device=cpu"], train.Options)
+    return train.set_up(paths, given, options)
 
 
 def losses(folder, split="train"):
@@ -90,11 +88,14 @@ def test_validating_more_often_changes_nothing(small, tmp_path):
 def test_a_folder_with_a_run_is_kept(small, trained, refused, command, tmp_path):
     before = (trained / "ckpt.pt").read_bytes()
     refused([trained, "--resume", "--overwrite"], "train.py", *small, f"--out_dir={trained}")
-    refused(["n_layer = 3", "n_layer = 2"], "train.py", *small, f"--out_dir={trained}", "--resume", "--n_layer=3")
+    for change in ("n_layer = 3", "r_max = 0.3", "seed = 5"):
+        args = [*small, f"--out_dir={trained}", "--resume", f"--{change.replace(' ', '')}"]
+        refused([change, "trained with"], "train.py", *args)
+    refused(["give one of them"], "train.py", *small, f"--out_dir={trained}", "--resume", "--overwrite")
     refused(["ckpt.pt is not there"], "train.py", *small, f"--out_dir={tmp_path}", "--resume")
     assert (trained / "ckpt.pt").read_bytes() == before
     code, out, _ = command("train.py", *small, f"--out_dir={trained}", "--resume")
-    assert code == 0 and "step 10, lowest" in out and (trained / "ckpt.pt").read_bytes() == before
+    assert code == 0 and "step 10 of 10" in out and (trained / "ckpt.pt").read_bytes() == before
     train.main([*small, f"--out_dir={tmp_path / 'again'}"])
     train.main([*small, f"--out_dir={tmp_path / 'again'}", "--overwrite", "--max_iters=2"])
     assert checkpoint.load(tmp_path / "again" / "ckpt.pt")["iter"] == 2 and len(losses(tmp_path / "again")) == 2
@@ -216,7 +217,9 @@ def test_not_finite_stops_without_overwriting(small, tmp_path, refused):
     args = [*small, f"--out_dir={tmp_path}", "--max_iters=6", "--eval_interval=3"]
     train.main([*args, "--max_iters=3"])
     before = (tmp_path / "ckpt.pt").read_bytes()
-    refused(["not finite", "untouched"], "train.py", *args, "--resume", "--learning_rate=1e30", "--grad_clip=0")
+    refused(
+        ["not finite", "step 5", "untouched"], "train.py", *args, "--resume", "--learning_rate=1e30", "--grad_clip=0"
+    )
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
@@ -261,7 +264,7 @@ def test_x_c_of_one_token_to_predict(small, tmp_path):
     assert len(losses(tmp_path)) == 2 and all(math.isfinite(loss) for loss in losses(tmp_path).values())
 
 
-def test_a_law_of_your_own(small, tmp_path, monkeypatch, refused):
+def test_a_law_of_your_own(small, tmp_path, monkeypatch, refused, command):
     """README's example: one function, one entry in the table."""
 
     def every_second(config, n, generator):
@@ -271,3 +274,27 @@ def test_a_law_of_your_own(small, tmp_path, monkeypatch, refused):
     monkeypatch.setitem(train.LAWS, "every_second", every_second)
     train.main([*small, "--law=every_second", "--max_iters=2", f"--out_dir={tmp_path}"])
     assert checkpoint.load(tmp_path / "ckpt.pt")["config"]["law"] == "every_second"
+    command("evaluate.py", tmp_path)
+    result = json.loads((tmp_path / "eval_val_r0.6.json").read_text())
+    assert result["modes"]["every_second"]["tokens"] == result["modes"]["every_second_no_future"]["tokens"] == 8 * 16
+
+
+def test_a_law_must_leave_something_to_predict(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        train.LAWS, "all", lambda config, n, generator: torch.ones(n, config.block_size, dtype=torch.bool)
+    )
+    with pytest.raises(AssertionError, match="leaves no token"):
+        train.main([*small, "--law=all", f"--out_dir={tmp_path}"])
+
+
+def test_a_config_file_does_not_undo_the_command_line(small, tmp_path):
+    """The first start overrides the file; resuming with the file alone keeps what was trained with."""
+    (tmp_path / "c.py").write_text("learning_rate = 4e-3\nweight_decay = 0.2\n")
+    args = [
+        str(tmp_path / "c.py"),
+        *(arg for arg in small if "learning_rate" not in arg),
+        f"--out_dir={tmp_path / 'run'}",
+    ]
+    train.main([*args, "--learning_rate=1e-4", "--max_iters=5"])
+    trainer, _ = trainer_of([*args, "--init_from=resume", "--max_iters=10"])
+    assert (trainer.config.learning_rate, trainer.config.weight_decay, trainer.iter) == (1e-4, 0.2, 5)

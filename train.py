@@ -1,13 +1,13 @@
 """Train a model.
 
     python train.py configs/tiny.py                          about five minutes on two CPU cores
-    python train.py configs/tiny.py --resume                 go on with an interrupted run, exactly
+    python train.py configs/tiny.py --resume                 go on from the last checkpoint as if nothing had happened
     python train.py configs/small.py --method=gpt --seed=2   any key of config.py
-    torchrun --nproc_per_node=2 train.py configs/small.py    the same run on two GPUs (or CPU processes)
+    torchrun --nproc_per_node=2 train.py configs/small.py    on two GPUs (or CPU processes)
 
 Ctrl-C ends the run after the current step, with a checkpoint. All randomness of a step is derived from (seed, step), so
-a resumed run repeats what an uninterrupted one would have done, and several processes do what one would have done.
-This file knows no method: it calls model.training_loss.
+a resumed run repeats what an uninterrupted one would have done. Several processes share the sequences and x_c that one
+would have used; only dropout is drawn by each for itself. This file knows no method: it calls model.training_loss.
 """
 
 import contextlib
@@ -130,8 +130,8 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
         if not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(norm))):
             raise UserError(
-                f"the loss ({loss}) or its gradient ({norm.item()}) is not finite at step {self.iter}; the checkpoint "
-                f"in {config.out_dir} is untouched: lower learning_rate = {config.learning_rate}, or use --dtype=float32"
+                f"the loss ({loss}) or its gradient ({norm.item()}) is not finite at step {self.iter + 1}: lower "
+                f"learning_rate = {config.learning_rate} or use --dtype=float32; what {config.out_dir} holds is untouched"
             )
         self.scaler.step(self.optimizer)  # in float16 it skips a step whose gradient overflowed, and lowers the scale
         self.scaler.update()
@@ -173,6 +173,8 @@ class Trainer:
         """Signal handler: finish the step, save, end. A second signal ends at once."""
         self.stop = True
         signal.signal(signum, signal.SIG_DFL)
+        if self.rank == 0:
+            print(f"finishing step {self.iter + 1}, then saving; once more to stop at once", flush=True)
 
     def fit(self, log):
         """Train up to max_iters, or until a signal asks for an early end."""
@@ -184,9 +186,8 @@ class Trainer:
             except (RuntimeError, AssertionError) as e:
                 if not (config.compile and "torch._" in f"{type(e).__module__}"):
                     raise
-                raise UserError(
-                    f"torch.compile failed ({str(e).splitlines()[0][:80]}): run with --compile=False"
-                ) from None
+                why = str(e).splitlines()[0][:80]
+                raise UserError(f"torch.compile failed ({why}): run with --compile=False") from None
             if self.iter % config.log_interval == 0:
                 log.progress(self.iter, loss, learning_rate(config, self.iter - 1))
             if self.iter % config.eval_interval == 0 or self.iter == config.max_iters:
@@ -211,35 +212,35 @@ class Options:
 def claim_folder(config, overwrite):
     """Refuse an out_dir that holds a run, unless it is to be resumed or replaced."""
     folder = Path(config.out_dir)
-    for file in folder.glob("*.tmp"):  # what a kill while writing left behind
-        file.unlink()
-    if config.init_from == "resume":
-        return
-    old = [file for pattern in ("*.pt", "log.csv", "loss.png", "eval_*.json") for file in folder.glob(pattern)]
-    if old and not overwrite:
+    resume = config.init_from == "resume"
+    if not resume and not overwrite and any(folder.glob("*.pt")):
         raise UserError(f"{folder} holds a run: go on with --resume, replace it with --overwrite, or give --out_dir")
-    for file in old:
-        file.unlink()
+    # Resuming leaves all but what a kill in the middle of writing left behind.
+    for pattern in ("*.tmp",) if resume else ("*.tmp", "*.pt", "log.csv", "loss.png", "eval_*.json"):
+        for file in folder.glob(pattern):
+            file.unlink()
 
 
-def set_up(config, given, options, rank, world):
+def set_up(paths, given, options, rank=0, world=1):
     """Find everything that could be wrong before the first step -> (trainer, log)."""
+    config = resolve_machine(load_config(paths, given))
+    state = None
+    if config.init_from == "resume":
+        if options.overwrite:
+            raise UserError("--resume goes on with a run, --overwrite replaces it: give one of them")
+        place = paths[0] if paths else config.out_dir
+        model, config, state = checkpoint.open_run(place, given, "ckpt.pt", to_resume=True)
     if config.law not in LAWS:
         raise UserError(f"law = {config.law!r} is unknown: choose from {', '.join(LAWS)}")
     if config.gradient_accumulation_steps % world:
-        raise UserError(
-            f"gradient_accumulation_steps = {config.gradient_accumulation_steps} does not split over {world} processes: "
-            "make it a multiple"
-        )
-    state = None
-    if config.init_from == "resume":
-        model, config, state = checkpoint.open_run(config.out_dir, given, "ckpt.pt")
+        steps = f"gradient_accumulation_steps = {config.gradient_accumulation_steps}"
+        raise UserError(f"{steps} does not split over {world} processes: make it a multiple")
     if config.dataset == "sotu" and not config.data_folder.exists() and rank == 0:
         prepare_data.prepare(config, prepare_data.Options())
     if world > 1:
         dist.barrier()
     chunks, questions = prepare_data.read_chunks(config, "train"), evaluation_set(config, "val")
-    if config.init_from == "scratch":
+    if not state:
         meta = prepare_data.read_meta(config)
         model = checkpoint.build(config, meta["vocab_size"], meta["separator"])
     if rank == 0:
@@ -262,18 +263,16 @@ def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
     if options.resume:
         given["init_from"] = "resume"
-    config, given = load_config(paths, given)
-    config = resolve_machine(config)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
     if world > 1:
-        if config.device == "cuda":
-            config.device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(config.device)
-        dist.init_process_group("nccl" if config.device.startswith("cuda") else "gloo")
+        machine = resolve_machine(load_config(paths, given))
+        if machine.device == "cuda":
+            given["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(given["device"])
+        dist.init_process_group("nccl" if machine.device.startswith("cuda") else "gloo")
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        given |= {"device": config.device, "dtype": config.dtype}
-        trainer, log = set_up(config, given, options, rank, world)
+        trainer, log = set_up(paths, given, options, rank, world)
         for number, _ in before:
             signal.signal(number, trainer.end_early)
         if rank == 0:
@@ -281,7 +280,8 @@ def main(argv):
         trainer.fit(log)
         if rank == 0:
             log.plot()
-            print(f"{trainer.config.out_dir}: step {trainer.iter}, lowest validation loss {trainer.best:.4f}")
+            best = f"lowest validation loss {trainer.best:.4f}" if trainer.best < math.inf else "not validated yet"
+            print(f"{trainer.config.out_dir}: step {trainer.iter} of {trainer.config.max_iters}, {best}")
     finally:
         for number, handler in before:
             signal.signal(number, handler)

@@ -1,8 +1,8 @@
 """State of the Union messages as GPT-2 BPE, a 30M-parameter model for one small GPU. Reproduces no table.
 
 First: python prepare_data.py sotu --tokenizer=gpt2
-Needs, estimated from FLOPs (3e15): a T4 about ten minutes; about 3 GB on the card. 1.9M tokens only: it overfits, so
-best.pt, not the last step, is what counts.
+Needs, estimated from FLOPs (2.8e15): a T4 five minutes, validation included; about 4 GB on the card. It has 1.9M tokens
+only, so it overfits: best.pt, not the last step, is what counts.
 """
 
 tokenizer = "gpt2"
