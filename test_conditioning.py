@@ -127,6 +127,8 @@ def test_mix_empties_a_share():
     config = law_config(20, r_min=0.5, r_max=0.5, mix=0.3)
     empty = (draw_cond(config, 20_000, generator()).sum(1) == 0).double().mean()
     assert abs(empty - 0.3) < 0.02
+    again = [draw_cond(config, 500, generator(1)) for _ in range(2)]
+    assert torch.equal(*again), "nothing is drawn from the global generator"
 
 
 def test_augment_by_hand():
@@ -150,4 +152,5 @@ def test_evaluation_set():
     assert a.hash != draw_evaluation_set(chunks, law_config(4, eval_sequences=6, r_max=1.0)).hash
     assert a.hash != draw_evaluation_set(chunks + 1, config).hash
     everything = draw_evaluation_set(chunks, law_config(4)).tokens
+    assert everything[:, 0].tolist() != chunks[:, 0].tolist(), "in random order, so that the first n are a fair sample"
     assert sorted(everything[:, 0].tolist()) == chunks[:, 0].tolist() and torch.equal(everything[:6], a.tokens)

@@ -141,6 +141,23 @@ def test_continue_and_modes(trained, command):
     ]  # fmt: skip
 
 
+def test_what_is_known_and_what_is_forced(trained, command, monkeypatch):
+    """Prompts and the no-future modes keep tokens in the body and leave x_c empty; the others put them into x_c."""
+    asked = []
+
+    def generate(model, config, options, tokens, cond, forced=None):
+        asked.append((int(cond.sum()), int((cond if forced is None else forced).sum())))
+        return tokens[None]
+
+    monkeypatch.setattr(sample, "generate", generate)
+    command("sample.py", trained, "--prompt", "abc", "--max_new_tokens=5")
+    command("sample.py", trained, "--text", "ab____3c")
+    command("sample.py", trained)
+    assert asked[:3] == [(0, 3), (3, 3), (0, 20)]
+    (n, known), (m, scattered), blind, blind_scattered = asked[3:]
+    assert n == known and m == scattered and blind == (0, known) and blind_scattered == (0, scattered)
+
+
 def test_nucleus_and_temperature():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(20_000, 4)
 
@@ -259,5 +276,5 @@ def test_model_needs_torch_alone():
 
 def test_readme_names_what_exists():
     text = (HERE / "README.md").read_text()
-    for name in set(re.findall(r"\b[\w/]+\.(?:py|png)\b", text)) - {"my.py"}:
+    for name in set(re.findall(r"\b[\w/]+\.(?:py|png)\b", text)) - {"my.py", "loss.png"}:
         assert (HERE / name).exists(), f"README names {name}"

@@ -208,8 +208,9 @@ def test_learning_rate():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(small, tmp_path, dtype):
     train.main([*small, f"--dtype={dtype}", f"--out_dir={tmp_path / dtype}", "--max_iters=30", "--eval_interval=30"])
-    loss = losses(tmp_path / dtype)
-    assert loss[30] < loss[1] - 0.5
+    train.main([*small, "--dtype=float32", f"--out_dir={tmp_path / 'full'}", "--max_iters=1"])
+    loss, full = losses(tmp_path / dtype), losses(tmp_path / "full")
+    assert loss[30] < loss[1] - 0.5 and 1e-7 < abs(loss[1] - full[1]) < 0.05, "close to float32, but not computed in it"
     assert (checkpoint.load(tmp_path / dtype / "ckpt.pt")["scaler"] != {}) == (dtype == "float16")
 
 
@@ -298,3 +299,30 @@ def test_a_config_file_does_not_undo_the_command_line(small, tmp_path):
     train.main([*args, "--learning_rate=1e-4", "--max_iters=5"])
     trainer, _ = trainer_of([*args, "--init_from=resume", "--max_iters=10"])
     assert (trainer.config.learning_rate, trainer.config.weight_decay, trainer.iter) == (1e-4, 0.2, 5)
+
+
+def test_best_is_the_best(small, tmp_path):
+    trainer, log = trainer_of([*small, f"--out_dir={tmp_path}", "--max_iters=3", "--eval_interval=1"])
+    found = iter((2.0, 1.0, 3.0))
+    trainer.validate = lambda: next(found)
+    trainer.fit(log)
+    assert checkpoint.load(tmp_path / "best.pt")["iter"] == 2 and checkpoint.load(tmp_path / "ckpt.pt")["iter"] == 3
+    assert checkpoint.load(tmp_path / "ckpt.pt")["best"] == 1.0
+
+
+def test_validation_asks_the_trained_law(small, tmp_path):
+    for law in ("training", "infilling"):
+        trainer, _ = trainer_of([*small, f"--law={law}", f"--out_dir={tmp_path / law}"])
+        tokens, cond = trainer.questions.tokens, trainer.questions.cond[law]
+        with torch.no_grad():
+            expected = trainer.model.eval().exact_nll(tokens, cond).sum() / (~cond).sum()
+        assert abs(trainer.validate() - expected) < 1e-5
+
+
+def test_dropout_differs_from_step_to_step(small, tmp_path):
+    trainer, _ = trainer_of([*small, f"--out_dir={tmp_path}"])
+    seeds = set()
+    for _ in range(3):
+        trainer.step()
+        seeds.add(torch.initial_seed())
+    assert len(seeds) == 3
