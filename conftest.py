@@ -57,7 +57,7 @@ def command(capsys, monkeypatch):
 
 
 @pytest.fixture
-def refused(command):
+def expect_refusal(command):
     """Run a command that must fail with exit code 2 and one line on stderr, which holds the given words."""
 
     def call(words, script, *args):

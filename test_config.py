@@ -126,8 +126,8 @@ def test_whole_file_or_none(tmp_path):
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_scripts_explain_themselves(command, refused):
+def test_scripts_explain_themselves(command, expect_refusal):
     for script in ("train.py", "evaluate.py", "sample.py", "prepare_data.py"):
         code, out, _ = command(script, "--help")
         assert code == 0 and "--r_max=0.6" in out and f"python {script}" in out
-        refused(["rmax", "did you mean 'r_max'"], script, "--rmax=0.3")
+        expect_refusal(["rmax", "did you mean 'r_max'"], script, "--rmax=0.3")

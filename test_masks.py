@@ -161,8 +161,8 @@ FACTS = (check_reference, check_no_leak, check_sum_to_one, check_one_by_one, che
 
 
 def test_facts():
-    for fact in FACTS:
-        fact(small_model())
+    for check in FACTS:
+        check(small_model())
 
 
 def test_empty_condition_is_gpt():

@@ -80,7 +80,7 @@ def test_standard_error_against_the_bootstrap():
     assert math.isclose(found["stderr"], torch.tensor(again).std().item(), rel_tol=0.1)
 
 
-def test_side_by_side(trained, small, tmp_path, command, refused):
+def test_side_by_side(trained, small, tmp_path, command, expect_refusal):
     import train
 
     gpt = tmp_path / "gpt"
@@ -92,9 +92,9 @@ def test_side_by_side(trained, small, tmp_path, command, refused):
     assert set(modes_of(gpt)["modes"]) == {"unconditional", "infilling_no_future", "training_no_future"}
     r1 = tmp_path / "r1"
     train.main([*small, "--r_max=1", f"--out_dir={r1}", "--max_iters=2"])
-    refused(["different questions", "--r_max"], "evaluate.py", trained, r1)
+    expect_refusal(["different questions", "--r_max"], "evaluate.py", trained, r1)
     assert command("evaluate.py", trained, r1, "--r_max=0.6")[0] == 0
-    refused(["gpt knows the past alone"], "evaluate.py", gpt, "--text", "a [[b]] c")
+    expect_refusal(["gpt knows the past alone"], "evaluate.py", gpt, "--text", "a [[b]] c")
     assert command("evaluate.py", gpt, "--text", "a [[b]]")[0] == 0
 
 
@@ -105,13 +105,13 @@ def test_score_of_a_text(trained, command):
     assert math.isclose(sum(float(row.split()[0]) for row in rows), float(total.split()[0]), abs_tol=1e-3)
 
 
-def test_questions_are_kept(trained, data_dir, refused):
+def test_questions_are_kept(trained, data_dir, expect_refusal):
     _, config, _ = open_run(trained, {})
     first = evaluate.evaluation_set(config, "test")
     files = list((data_dir / "mini-bytes").glob("eval_test_*.npz"))
     assert len(files) == 1 and evaluate.evaluation_set(config, "test").hash == first.hash
     files[0].write_bytes(files[0].read_bytes()[:100])
-    refused([files[0].name, "delete"], "evaluate.py", trained, "--split=test")
+    expect_refusal([files[0].name, "delete"], "evaluate.py", trained, "--split=test")
     files[0].unlink()
     assert evaluate.evaluation_set(config, "test").hash == first.hash
 
@@ -200,8 +200,8 @@ def test_spaces_around_a_mark(offline_gpt2):
         (["--out_dir=out/other"], ["out/other", "leave one"]),
     ],
 )
-def test_mistakes_in_sampling(trained, refused, args, words):
-    refused(words, "sample.py", trained, *args)
+def test_mistakes_in_sampling(trained, expect_refusal, args, words):
+    expect_refusal(words, "sample.py", trained, *args)
 
 
 @pytest.mark.parametrize(
@@ -213,14 +213,14 @@ def test_mistakes_in_sampling(trained, refused, args, words):
         (["--tokenizer=gpt2"], ["tokenizer = 'gpt2'", "'bytes'"]),
     ],
 )
-def test_mistakes_in_evaluating(trained, refused, args, words):
-    refused(words, "evaluate.py", trained, *args)
+def test_mistakes_in_evaluating(trained, expect_refusal, args, words):
+    expect_refusal(words, "evaluate.py", trained, *args)
 
 
-def test_nothing_to_evaluate(refused, tmp_path):
-    refused(["config file or run folders"], "evaluate.py")
-    refused(["is not there", "train"], "evaluate.py", tmp_path / "nowhere")
-    refused(["is not there", "train"], "evaluate.py", HERE / "configs" / "tiny.py", f"--out_dir={tmp_path}")
+def test_nothing_to_evaluate(expect_refusal, tmp_path):
+    expect_refusal(["config file or run folders"], "evaluate.py")
+    expect_refusal(["is not there", "train"], "evaluate.py", tmp_path / "nowhere")
+    expect_refusal(["is not there", "train"], "evaluate.py", HERE / "configs" / "tiny.py", f"--out_dir={tmp_path}")
 
 
 # ---------------------------------------------------------------- the whole

@@ -85,14 +85,14 @@ def test_validating_more_often_changes_nothing(small, tmp_path):
     assert losses(tmp_path / "2") == losses(tmp_path / "10")
 
 
-def test_a_folder_with_a_run_is_kept(small, trained, refused, command, tmp_path):
+def test_a_folder_with_a_run_is_kept(small, trained, expect_refusal, command, tmp_path):
     before = (trained / "ckpt.pt").read_bytes()
-    refused([trained, "--resume", "--overwrite"], "train.py", *small, f"--out_dir={trained}")
+    expect_refusal([trained, "--resume", "--overwrite"], "train.py", *small, f"--out_dir={trained}")
     for change in ("n_layer = 3", "r_max = 0.3", "seed = 5"):
         args = [*small, f"--out_dir={trained}", "--resume", f"--{change.replace(' ', '')}"]
-        refused([change, "trained with"], "train.py", *args)
-    refused(["give one of them"], "train.py", *small, f"--out_dir={trained}", "--resume", "--overwrite")
-    refused(["ckpt.pt is not there"], "train.py", *small, f"--out_dir={tmp_path}", "--resume")
+        expect_refusal([change, "trained with"], "train.py", *args)
+    expect_refusal(["give one of them"], "train.py", *small, f"--out_dir={trained}", "--resume", "--overwrite")
+    expect_refusal(["ckpt.pt is not there"], "train.py", *small, f"--out_dir={tmp_path}", "--resume")
     assert (trained / "ckpt.pt").read_bytes() == before
     code, out, _ = command("train.py", *small, f"--out_dir={trained}", "--resume")
     assert code == 0 and "step 10 of 10" in out and (trained / "ckpt.pt").read_bytes() == before
@@ -102,14 +102,14 @@ def test_a_folder_with_a_run_is_kept(small, trained, refused, command, tmp_path)
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"not a checkpoint" * 99])
-def test_damaged_checkpoints(small, trained, tmp_path, refused, damage):
+def test_damaged_checkpoints(small, trained, tmp_path, expect_refusal, damage):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "ckpt.pt").write_bytes(damage((trained / "ckpt.pt").read_bytes()))
-    refused(["ckpt.pt"], "train.py", *small, f"--out_dir={folder}", "--resume")
-    refused(["ckpt.pt"], "evaluate.py", folder, "--checkpoint=ckpt.pt")
+    expect_refusal(["ckpt.pt"], "train.py", *small, f"--out_dir={folder}", "--resume")
+    expect_refusal(["ckpt.pt"], "evaluate.py", folder, "--checkpoint=ckpt.pt")
     torch.save({"some": "dict"}, folder / "ckpt.pt")
-    refused(["ckpt.pt", "not ours"], "sample.py", folder, "--checkpoint=ckpt.pt")
+    expect_refusal(["ckpt.pt", "not ours"], "sample.py", folder, "--checkpoint=ckpt.pt")
 
 
 def test_full_disk_keeps_the_previous_checkpoint(trained):
@@ -152,11 +152,11 @@ def test_two_processes_do_what_one_does(small, tmp_path):
     assert len(one) == 2 and all(abs(one[i] - two[i]) < 1e-5 for i in one), (one, two)
 
 
-def test_uneven_processes_are_refused(small, refused, tmp_path, monkeypatch):
+def test_uneven_processes_are_refused(small, expect_refusal, tmp_path, monkeypatch):
     monkeypatch.setattr(train.dist, "init_process_group", lambda *a: None)
     monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    refused(["gradient_accumulation_steps = 2", "3 processes"], "train.py", *small, f"--out_dir={tmp_path}")
+    expect_refusal(["gradient_accumulation_steps = 2", "3 processes"], "train.py", *small, f"--out_dir={tmp_path}")
 
 
 def test_accumulation_does_not_change_the_gradient(small, tmp_path):
@@ -214,17 +214,17 @@ def test_half_precision(small, tmp_path, dtype):
     assert (checkpoint.load(tmp_path / dtype / "ckpt.pt")["scaler"] != {}) == (dtype == "float16")
 
 
-def test_not_finite_stops_without_overwriting(small, tmp_path, refused):
+def test_not_finite_stops_without_overwriting(small, tmp_path, expect_refusal):
     args = [*small, f"--out_dir={tmp_path}", "--max_iters=6", "--eval_interval=3"]
     train.main([*args, "--max_iters=3"])
     before = (tmp_path / "ckpt.pt").read_bytes()
-    refused(
+    expect_refusal(
         ["not finite", "step 5", "untouched"], "train.py", *args, "--resume", "--learning_rate=1e30", "--grad_clip=0"
     )
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 
-def test_failed_compile_says_what_to_do(small, tmp_path, refused, monkeypatch):
+def test_failed_compile_says_what_to_do(small, tmp_path, expect_refusal, monkeypatch):
     def no_compiler(*args, **kwargs):
         raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
 
@@ -232,7 +232,7 @@ def test_failed_compile_says_what_to_do(small, tmp_path, refused, monkeypatch):
         module.forward = no_compiler
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
-    refused(["no compiler here", "--compile=False"], "train.py", *small, "--compile", f"--out_dir={tmp_path}")
+    expect_refusal(["no compiler here", "--compile=False"], "train.py", *small, "--compile", f"--out_dir={tmp_path}")
 
 
 # ---------------------------------------------------------------- the whole
@@ -265,13 +265,13 @@ def test_x_c_of_one_token_to_predict(small, tmp_path):
     assert len(losses(tmp_path)) == 2 and all(math.isfinite(loss) for loss in losses(tmp_path).values())
 
 
-def test_a_law_of_your_own(small, tmp_path, monkeypatch, refused, command):
+def test_a_law_of_your_own(small, tmp_path, monkeypatch, expect_refusal, command):
     """README's example: one function, one entry in the table."""
 
     def every_second(config, n, generator):
         return (torch.arange(config.block_size) % 2 == 1).expand(n, -1)
 
-    refused(["'every_second'", "training, infilling"], "train.py", *small, "--law=every_second")
+    expect_refusal(["'every_second'", "training, infilling"], "train.py", *small, "--law=every_second")
     monkeypatch.setitem(train.LAWS, "every_second", every_second)
     train.main([*small, "--law=every_second", "--max_iters=2", f"--out_dir={tmp_path}"])
     assert checkpoint.load(tmp_path / "ckpt.pt")["config"]["law"] == "every_second"
