@@ -13,7 +13,16 @@ from pathlib import Path
 
 import torch
 
-from config import FIXED, Config, UserError, load_config, read_config_file, resolve_machine, whole_file
+from config import (
+    FIXED,
+    Config,
+    UserError,
+    known_or_complain,
+    load_config,
+    read_config_file,
+    resolve_machine,
+    whole_file,
+)
 from model import METHODS, Transformer
 
 MACHINE = ("device", "dtype", "compile")  # keys that a checkpoint brings from where it was trained, and that stay there
@@ -22,6 +31,8 @@ MACHINE = ("device", "dtype", "compile")  # keys that a checkpoint brings from w
 def build(config, vocab_size, separator):
     """A new model with random weights (from config.seed) on config.device."""
     torch.manual_seed(config.seed)
+    if config.device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")  # float32 products in TF32
     body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
     return METHODS[config.method](body, bos=separator).to(config.device)
 
@@ -50,8 +61,10 @@ def load(path):
         raise UserError(f"{path} is not there: {fix}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return {**state, "path": str(path)} if {"config", "model", "iter"} <= set(state) else state["not ours"]
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as e:
+        if not (isinstance(state, dict) and {"config", "model", "iter"} <= set(state)):
+            raise ValueError("it holds no config, model and iter")
+        return {**state, "path": str(path)}
+    except (RuntimeError, EOFError, OSError, ValueError, TypeError, pickle.UnpicklingError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise UserError(
             f"{path} is no whole checkpoint of ours ({reason[:80]}): try --checkpoint=, or train again"
@@ -62,23 +75,26 @@ def open_run(place, given, name="best.pt", to_resume=False):
     """Open a finished or interrupted run -> (model, config, state).
 
     place: a config file, whose out_dir is meant, or a run folder. given: {key: value} set on the command line. The
-    checkpoint's config holds, changed by the command line alone; neither it nor the file may ask for another model, nor,
+    checkpoint's config holds, changed by the command line alone (and the file's device, dtype and compile); neither it nor the file may ask for another model, nor,
     to resume, for another experiment.
     """
-    folder, asked = Path(place), given
+    folder, file = Path(place), {}
     if folder.suffix == ".py":
-        folder = Path(load_config([place], given).out_dir)
-        asked = {**read_config_file(place), **given}
+        folder, file = Path(load_config([place], given).out_dir), read_config_file(place)
     elif given.get("out_dir", place) != place:
         raise UserError(f"out_dir = {given['out_dir']!r} contradicts the run folder {place}: leave one of them out")
     state = load(folder / name)
+    saved, asked = state["config"], {**file, **given}
+    for key in saved:
+        known_or_complain(key, vars(Config), state["path"])
     for key, kind in FIXED.items():
-        then = state["config"][key]
+        then = saved.get(key, getattr(Config, key))
         if key in asked and asked[key] != then and (kind == "model" or to_resume):
             fix = "start another run" if to_resume else "leave it out, or name another run"
             raise UserError(f"{key} = {asked[key]!r} contradicts {state['path']}, trained with {key} = {then!r}: {fix}")
-    saved = {key: value for key, value in state["config"].items() if key not in MACHINE}
-    config = resolve_machine(Config(**{**saved, **given, "out_dir": str(folder)}))
+    saved = {key: value for key, value in saved.items() if key not in MACHINE}
+    machine = {key: file[key] for key in MACHINE if key in file}
+    config = resolve_machine(Config(**{**saved, **machine, **given, "out_dir": str(folder)}))
     model = build(config, state["vocab_size"], state["separator"])
     model.load_state_dict(state["model"])
     return model.eval(), config, state

@@ -63,9 +63,9 @@ class Config:
     learning_rate: float = key(5e-4, "largest learning rate, reached after the warm-up", low=0)
     min_lr: float | None = key(None, "learning rate at the start and at the end; None: learning_rate / 10", low=0)
     warmup_iters: int = key(2000, "steps of linear warm-up; a cosine follows", low=0)
-    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", low=0)
-    beta1: float = key(0.9, "AdamW's beta1", low=0, high=1)
-    beta2: float = key(0.999, "AdamW's beta2", low=0, high=1)
+    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", low=0, fixed="run")
+    beta1: float = key(0.9, "AdamW's beta1", low=0, high=0.99999, fixed="run")
+    beta2: float = key(0.999, "AdamW's beta2", low=0, high=0.99999, fixed="run")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", low=0)
     init_from: str = key("scratch", "start anew, or go on from ckpt.pt", choices=("scratch", "resume"))
     # evaluation
@@ -303,3 +303,4 @@ def run(main):
         sys.exit(130)
     except BrokenPipeError:  # `python sample.py ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -12,7 +12,6 @@ draws no samples and trains nothing.
 """
 
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -26,10 +25,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import conditioning
 from checkpoint import autocast, open_run
 from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with
 from config import UserError, key, parse, run, whole_file
-from prepare_data import encode, get_tokenizer, read_chunks, read_meta
+from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta
 
 # ---------------------------------------------------------------- the questions
 
@@ -38,7 +38,7 @@ def evaluation_set(config, split):
     """The questions of a data set, drawn once and kept beside it as eval_<split>_<hash of what was asked>.npz."""
     chunks = read_chunks(config, split)
     names = ("block_size", "eval_sequences", "eval_seed", "r_min", "r_max", "b_min", "b_max")
-    laws = [inspect.getsource(law) for law in LAWS.values()]  # a changed law asks other questions
+    laws = [*LAWS, file_sha256(conditioning.__file__)]  # a changed law asks other questions
     asked = json.dumps([read_meta(config)["sha256"][split], laws, *(getattr(config, name) for name in names)])
     path = config.data_folder / f"eval_{split}_{hashlib.sha256(asked.encode()).hexdigest()[:12]}.npz"
     if path.exists():
@@ -80,13 +80,13 @@ def mean_and_error(nll, scored):
     sums, counts = (nll * scored).sum(1), scored.sum(1)
     n, mean = len(sums), (sums.sum() / counts.sum()).item()
     spread = (sums - mean * counts).square().sum().sqrt().item()  # the ratio estimator's
-    return mean, spread * math.sqrt(n / max(n - 1, 1)) / counts.sum().item()
+    return mean, spread * math.sqrt(n / (n - 1)) / counts.sum().item() if n > 1 else math.nan
 
 
 def statistics(nll, scored):
     """nll in nats, scored (n, T) -> perplexity, its standard error, and how much they are over."""
     mean, error = mean_and_error(nll, scored)
-    perplexity, tokens = math.exp(mean), int(scored.sum())
+    perplexity, tokens = math.exp(mean) if mean < 700 else math.inf, int(scored.sum())
     return {"perplexity": perplexity, "stderr": perplexity * error, "tokens": tokens, "sequences": len(nll)}
 
 
@@ -191,7 +191,10 @@ def check_length(what, n, config):
 def score_text(model, config, text):
     """Print log p(marked | rest), token by token and in total, for text with [[marked]] parts."""
     tokenizer = get_tokenizer(config.tokenizer)
-    parts = encode_parts(tokenizer, text, r"(?s)\[\[(.+?)\]\]")
+    mark = r"(?s)\[\[((?:(?!\[\[|\]\]).)+)\]\]"  # [[ ]] around something that holds neither
+    if re.search(r"\[\[|\]\]", re.sub(mark, "", text)):
+        raise UserError(f"--text: the marks in {text[:40]!r} do not pair: write [[words]], not empty and not nested")
+    parts = encode_parts(tokenizer, text, mark)
     ids = [i for part, _ in parts for i in part]
     known = [match is None for part, match in parts for _ in part]
     if all(known):
@@ -219,22 +222,24 @@ def main(argv):
     places, given, options = parse(argv, Options, __doc__)
     if not places:
         raise UserError("name a config file or run folders: python evaluate.py configs/tiny.py")
-    runs = [open_run(place, given, options.checkpoint) for place in places]
     if options.text is not None:
-        for place, (model, config, _) in zip(places, runs):
+        for place in places:
             if len(places) > 1:
                 print(place)
-            score_text(model, config, options.text)
+            score_text(*open_run(place, given, options.checkpoint)[:2], options.text)
         return
-    questions = [evaluation_set(config, options.split) for _, config, _ in runs]
+    configs = [open_run(place, given, options.checkpoint)[1] for place in places]
+    questions = [evaluation_set(config, options.split) for config in configs]
     if len({q.hash for q in questions}) > 1:
         raise UserError(
             "these runs would be asked different questions: give one --r_max for all, of one data set and T"
         )
-    results = [evaluate(*run, questions[0], options.split) for run in runs]
-    config, (n, T) = runs[0][1], questions[0].tokens.shape
-    about = f"{config.dataset}, {options.split}: {n} sequences of {T} tokens"
-    print(f"{about}, r_max {config.r_max:g}, evaluation set {questions[0].hash}\n\n{table(results)}")
+    results = []
+    for place, asked in zip(places, questions):  # one model in memory at a time
+        results.append(evaluate(*open_run(place, given, options.checkpoint), asked, options.split))
+    n, T = questions[0].tokens.shape
+    about = f"{configs[0].dataset}, {options.split}: {n} sequences of {T} tokens"
+    print(f"{about}, r_max {configs[0].r_max:g}, evaluation set {questions[0].hash}\n\n{table(results)}")
 
 
 if __name__ == "__main__":

@@ -257,9 +257,12 @@ def write_splits(part, source, tokenizer, dtype, options, about):
     with tqdm(unit="tok", unit_scale=True, initial=sum(tokens.values()), desc=part.stem, disable=None) as bar:
         for documents, state in source(options, start):
             for split, texts in documents.items():
-                ended = ([*ids, tokenizer.separator] for ids in tokenizer.encode_batch(texts) if len(ids))
-                ids = np.fromiter(itertools.chain.from_iterable(ended), np.int64)
-                if len(ids):
+                end = np.array([tokenizer.separator], np.uint32)
+                ended = [
+                    np.append(np.asarray(ids, np.uint32), end) for ids in tokenizer.encode_batch(texts) if len(ids)
+                ]
+                if ended:
+                    ids = np.concatenate(ended)
                     assert ids.max() <= np.iinfo(dtype).max, f"id {ids.max()} does not fit {dtype}"
                     with open(part / f"{split}.bin", "ab") as file:
                         file.write(ids.astype(dtype).tobytes())

@@ -69,6 +69,7 @@ def fill(model, config, options, tokenizer):
         n = int(blank[1] or 0) if blank else len(part)
         if blank and not n:
             raise UserError(f"--text: the blank {blank[0]!r} needs a length in tokens of at least 1, like ____8")
+        check_length("--text", n, config)
         ids += [0] * n if blank else part
         known += [not blank] * n
     if all(known):
@@ -112,7 +113,7 @@ class Options:
     prompt: str | None = key(None, "text to be continued")
     n: int = key(1, "how many samples", low=1)
     max_new_tokens: int | None = key(None, "--prompt: how many tokens follow; None: up to 200", low=1)
-    temperature: float = key(0.8, "below 1: safer; 0: always the likeliest token", low=0)
+    temperature: float = key(0.8, "below 1: safer; 0: always the likeliest token", low=0, high=100)
     top_p: float = key(0.95, "draw from the likeliest tokens that make up this probability", low=0, high=1)
     seed: int = key(1, "seed of the draws", low=0, high=2**32 - 1)
     checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")

@@ -209,6 +209,16 @@ def test_generate_draws_from_what_is_scored():
             assert_close(drawn_from, final[:, t][~keep[:, t]], f"generating and scoring x_{t + 1}")
 
 
+def test_dropout_is_everywhere():
+    """In the attention, the blocks and the embedding: with one at a time, training mode must be random."""
+    tokens, cond = random_queries()
+    for part in ("blocks.0.attn", "blocks.0.drop", "drop"):
+        model = small_model().train()
+        module = model.body.get_submodule(part)
+        setattr(module, "dropout" if part.endswith("attn") else "p", 0.5)
+        assert not torch.equal(nll(model, tokens, cond), nll(model, tokens, cond)), part
+
+
 def test_gpt_refuses_a_future():
     tokens, _ = random_queries()
     known = torch.arange(T, device=tokens.device).expand(len(tokens), T) < 2

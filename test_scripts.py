@@ -78,6 +78,8 @@ def test_standard_error_against_the_bootstrap():
         chosen = torch.randint(300, (300,), generator=g)
         again.append(((nll * scored)[chosen].sum() / scored[chosen].sum()).exp().item())
     assert math.isclose(found["stderr"], torch.tensor(again).std().item(), rel_tol=0.1)
+    assert math.isnan(evaluate.statistics(nll[:1], scored[:1])["stderr"]), "one sequence tells nothing of the spread"
+    assert evaluate.statistics(nll * 1e6, scored)["perplexity"] == math.inf
 
 
 def test_side_by_side(trained, small, tmp_path, command, expect_refusal):
@@ -187,6 +189,8 @@ def test_spaces_around_a_mark(offline_gpt2):
     [
         (["--text", "no blank"], ["no blank", "____8"]),
         (["--text", "a ____0 b"], ["____0", "at least 1"]),
+        (["--text", "a ____99999999999"], ["99999999999 tokens", "block_size = 32"]),
+        (["--temperature=1e999", "--text", "____3"], ["temperature"]),
         (["--text", "a ____ b"], ["____", "length"]),
         (["--text", "x" * 30 + "____3"], ["33 tokens", "block_size = 32"]),
         (["--prompt", "x" * 40], ["block_size = 32"]),
@@ -207,6 +211,8 @@ def test_mistakes_in_sampling(trained, expect_refusal, args, words):
 @pytest.mark.parametrize(
     "args, words",
     [
+        (["--text", "[[]] x [[a]]"], ["do not pair"]),
+        (["--text", "[[a]] b]]"], ["do not pair"]),
         (["--text", "nothing marked"], ["nothing marked", "[[ ]]"]),
         (["--text", "x" * 30 + "[[abc]]"], ["33 tokens", "block_size = 32"]),
         (["--split=dev"], ["'dev'", "val"]),

@@ -58,7 +58,7 @@ def test_ten_and_ten_steps_are_twenty(small, tmp_path, how, dtype):
     straight.fit(checkpoint.Log(straight.config, 0, quiet=False))
 
     process = start(*args, f"--out_dir={broken}")
-    wanted = "step 9/" if how == "kill" else "step 3/"
+    wanted = "step 8/" if how == "kill" else "step 3/"
     for line in process.stdout:
         if line.startswith(wanted):
             process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGINT)
@@ -66,7 +66,7 @@ def test_ten_and_ten_steps_are_twenty(small, tmp_path, how, dtype):
     rest = process.stdout.read()
     assert process.wait() == (-signal.SIGKILL if how == "kill" else 0), rest
     at = checkpoint.load(broken / "ckpt.pt")["iter"]
-    assert at == 7 if how == "kill" else 3 <= at < 20, at
+    assert at in (7, 14) if how == "kill" else 3 <= at < 20, at
     if how == "ctrl-c":
         assert "go on with --resume" in rest
 
@@ -108,8 +108,13 @@ def test_damaged_checkpoints(small, trained, tmp_path, expect_refusal, damage):
     (folder / "ckpt.pt").write_bytes(damage((trained / "ckpt.pt").read_bytes()))
     expect_refusal(["ckpt.pt"], "train.py", *small, f"--out_dir={folder}", "--resume")
     expect_refusal(["ckpt.pt"], "evaluate.py", folder, "--checkpoint=ckpt.pt")
-    torch.save({"some": "dict"}, folder / "ckpt.pt")
-    expect_refusal(["ckpt.pt", "not ours"], "sample.py", folder, "--checkpoint=ckpt.pt")
+    for other in ({"some": "dict"}, torch.zeros(3)):
+        torch.save(other, folder / "ckpt.pt")
+        expect_refusal(["ckpt.pt", "it holds no config"], "sample.py", folder, "--checkpoint=ckpt.pt")
+    state = torch.load(trained / "ckpt.pt", weights_only=True)
+    state["config"]["n_layers"] = 3
+    torch.save(state, folder / "ckpt.pt")
+    expect_refusal(["n_layers", "ckpt.pt"], "sample.py", folder, "--checkpoint=ckpt.pt")
 
 
 def test_full_disk_keeps_the_previous_checkpoint(trained):
@@ -136,13 +141,7 @@ def test_checkpoints_are_plain(trained):
 def test_two_processes_do_what_one_does(small, tmp_path):
     args = [*small, "--dropout=0", "--gradient_accumulation_steps=4", "--max_iters=6", "--eval_interval=3"]
     train.main([*args, f"--out_dir={tmp_path / 'one'}"])
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        f"--master_port={29500 + os.getpid() % 999}",
-    )
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     process = start(*args, f"--out_dir={tmp_path / 'two'}", launcher=torchrun)
     output = process.communicate()[0]
     assert process.returncode == 0, output
@@ -310,13 +309,15 @@ def test_best_is_the_best(small, tmp_path):
     assert checkpoint.load(tmp_path / "ckpt.pt")["best"] == 1.0
 
 
-def test_validation_asks_the_trained_law(small, tmp_path):
+def test_validation_asks_the_trained_law_without_dropout(small, tmp_path):
     for law in ("training", "infilling"):
-        trainer, _ = trainer_of([*small, f"--law={law}", f"--out_dir={tmp_path / law}"])
+        trainer, _ = trainer_of([*small, f"--law={law}", f"--out_dir={tmp_path / law}", "--dropout=0.5"])
+        trainer.step()
+        found = trainer.validate()
         tokens, cond = trainer.questions.tokens, trainer.questions.cond[law]
         with torch.no_grad():
             expected = trainer.model.eval().exact_nll(tokens, cond).sum() / (~cond).sum()
-        assert abs(trainer.validate() - expected) < 1e-5
+        assert abs(found - expected) < 1e-5
 
 
 def test_dropout_differs_from_step_to_step(small, tmp_path):
@@ -326,3 +327,52 @@ def test_dropout_differs_from_step_to_step(small, tmp_path):
         trainer.step()
         seeds.add(torch.initial_seed())
     assert len(seeds) == 3
+
+
+def test_initial_weights_and_optimizer(small, tmp_path):
+    trainer, _ = trainer_of([*small, f"--out_dir={tmp_path}", "--n_embd=128", "--beta1=0.8", "--weight_decay=0.3"])
+    for name, p in trainer.model.named_parameters():
+        expected = 0.02 / math.sqrt(2 * 2) if name.endswith("proj.weight") else 0.02
+        assert p.dim() < 2 or abs(p.std().item() / expected - 1) < 0.05, name
+    decayed, others = trainer.optimizer.param_groups
+    assert decayed["betas"] == (0.8, 0.999) and (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in others["params"]} == {1}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_gradient_is_clipped(small, tmp_path, dtype):
+    trainer, _ = trainer_of([*small, f"--out_dir={tmp_path}", f"--dtype={dtype}", "--grad_clip=0.01"])
+    norms = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: norms.append(
+            sum(p.grad.square().sum() for g in optimizer.param_groups for p in g["params"])
+        )
+    )
+    trainer.step()
+    assert abs(math.sqrt(norms[0]) - 0.01) < 1e-4
+
+
+def test_float16_that_always_overflows_stops(small, tmp_path):
+    trainer, log = trainer_of(
+        [*small, f"--out_dir={tmp_path}", "--dtype=float16", "--max_iters=50", "--eval_interval=50"]
+    )
+    next(trainer.model.parameters()).register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        trainer.fit(log)
+
+
+def test_resuming_in_another_precision(small, tmp_path):
+    """float32 and bfloat16 checkpoints hold no loss scale; a dtype in the config file counts on resuming too."""
+    (tmp_path / "c.py").write_text("dtype = 'float16'\ninit_from = 'resume'\n")
+    args = [*small, f"--out_dir={tmp_path / 'run'}"]
+    train.main([*args, "--max_iters=2"])
+    trainer, _ = trainer_of([str(tmp_path / "c.py"), *args, "--max_iters=4"])
+    assert trainer.config.dtype == "float16" and trainer.iter == 2 and math.isfinite(trainer.step())
+
+
+def test_a_mistake_found_late_does_not_delete_the_old_run(small, tmp_path, monkeypatch):
+    train.main([*small, f"--out_dir={tmp_path}", "--max_iters=1"])
+    monkeypatch.setattr(train, "make_optimizer", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.main([*small, f"--out_dir={tmp_path}", "--overwrite"])
+    assert checkpoint.load(tmp_path / "ckpt.pt")["iter"] == 1

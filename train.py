@@ -88,7 +88,8 @@ class Trainer:
         self.iter, self.best = 0, math.inf
         if state:
             self.optimizer.load_state_dict(state["optimizer"])
-            self.scaler.load_state_dict(state["scaler"])
+            if state["scaler"] and self.scaler.is_enabled():  # empty unless it was trained in float16
+                self.scaler.load_state_dict(state["scaler"])
             self.iter, self.best = state["iter"], state["best"]
         if config.compile:
             model.body.compile(dynamic=True)  # the prefix changes its length from batch to batch
@@ -128,7 +129,8 @@ class Trainer:
         loss = self.total(nll) / n_trained
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
-        if not (math.isfinite(loss) and (self.scaler.is_enabled() or math.isfinite(norm))):
+        fp16 = self.scaler.is_enabled()  # overflows now and then by design; its scale collapses if it always does
+        if not (math.isfinite(loss) and (self.scaler.get_scale() > 1e-3 if fp16 else math.isfinite(norm))):
             raise UserError(
                 f"the loss ({loss}) or its gradient ({norm.item()}) is not finite at step {self.iter + 1}: lower "
                 f"learning_rate = {config.learning_rate} or use --dtype=float32; what {config.out_dir} holds is untouched"
@@ -209,10 +211,9 @@ class Options:
     overwrite: bool = key(False, "replace the run in out_dir")
 
 
-def claim_folder(config, overwrite):
+def claim_folder(config, overwrite, resume):
     """Refuse an out_dir that holds a run, unless it is to be resumed or replaced."""
     folder = Path(config.out_dir)
-    resume = config.init_from == "resume"
     if not resume and not overwrite and any(folder.glob("*.pt")):
         raise UserError(f"{folder} holds a run: go on with --resume, replace it with --overwrite, or give --out_dir")
     # Resuming leaves all but what a kill in the middle of writing left behind.
@@ -243,9 +244,9 @@ def set_up(paths, given, options, rank=0, world=1):
     if not state:
         meta = prepare_data.read_meta(config)
         model = checkpoint.build(config, meta["vocab_size"], meta["separator"])
-    if rank == 0:
-        claim_folder(config, options.overwrite)
     trainer = Trainer(model, config, chunks, questions, state, rank, world)
+    if rank == 0:
+        claim_folder(config, options.overwrite, resume=bool(state))
     return trainer, checkpoint.Log(config, trainer.iter, quiet=rank > 0)
 
 
@@ -268,6 +269,7 @@ def main(argv):
         machine = resolve_machine(load_config(paths, given))
         if machine.device == "cuda":
             given["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
+            resolve_machine(load_config(paths, given))  # more processes than GPUs?
             torch.cuda.set_device(given["device"])
         dist.init_process_group("nccl" if machine.device.startswith("cuda") else "gloo")
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
