@@ -17,6 +17,7 @@ from config import (
     FIXED,
     Config,
     UserError,
+    kinds_of,
     known_or_complain,
     load_config,
     read_config_file,
@@ -71,8 +72,8 @@ def load(path):
         ) from None
 
 
-def open_run(place, given, name="best.pt", to_resume=False):
-    """Open a finished or interrupted run -> (model, config, state).
+def find_run(place, given, name="best.pt", to_resume=False):
+    """Read the checkpoint of a finished or interrupted run -> (config, state).
 
     place: a config file, whose out_dir is meant, or a run folder. given: {key: value} set on the command line. The
     checkpoint's config holds, changed by the command line alone (and the file's device, dtype and compile); neither it nor the file may ask for another model, nor,
@@ -86,7 +87,7 @@ def open_run(place, given, name="best.pt", to_resume=False):
     state = load(folder / name)
     saved, asked = state["config"], {**file, **given}
     for key in saved:
-        known_or_complain(key, vars(Config), state["path"])
+        known_or_complain(key, kinds_of(Config), state["path"])
     for key, kind in FIXED.items():
         then = saved.get(key, getattr(Config, key))
         if key in asked and asked[key] != then and (kind == "model" or to_resume):
@@ -94,10 +95,20 @@ def open_run(place, given, name="best.pt", to_resume=False):
             raise UserError(f"{key} = {asked[key]!r} contradicts {state['path']}, trained with {key} = {then!r}: {fix}")
     saved = {key: value for key, value in saved.items() if key not in MACHINE}
     machine = {key: file[key] for key in MACHINE if key in file}
-    config = resolve_machine(Config(**{**saved, **machine, **given, "out_dir": str(folder)}))
+    return resolve_machine(Config(**{**saved, **machine, **given, "out_dir": str(folder)})), state
+
+
+def restore(config, state):
+    """The model of a run, with the weights of the checkpoint."""
     model = build(config, state["vocab_size"], state["separator"])
     model.load_state_dict(state["model"])
-    return model.eval(), config, state
+    return model.eval()
+
+
+def open_run(*place, **how):
+    """find_run and restore -> (model, config, state)."""
+    config, state = find_run(*place, **how)
+    return restore(config, state), config, state
 
 
 # ---------------------------------------------------------------- the log of a run
@@ -131,7 +142,7 @@ class Log:
 
     def progress(self, iter, loss, lr):
         config, seconds = self.config, (time.perf_counter() - self.time) / max(1, iter - self.since)
-        tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size / seconds
+        tokens = config.sequences_per_step * config.block_size / seconds
         self.row(iter=iter, split="train", loss=loss, lr=lr, ms=round(seconds * 1000, 1), **{"tokens/s": round(tokens)})
         if not self.quiet:
             minutes, rest = divmod(round((config.max_iters - iter) * seconds), 60)

@@ -126,11 +126,7 @@ MODES = {
 
 def modes_with(law):
     """The five modes, and the two of a law of your own."""
-    return (
-        MODES
-        if law in ("training", "infilling")
-        else {**MODES, law: Mode(law, True), f"{law}_no_future": Mode(law, False)}
-    )
+    return MODES | {law: Mode(law, True), f"{law}_no_future": Mode(law, False)}
 
 
 @dataclass
@@ -150,9 +146,9 @@ class EvaluationSet:
 
 
 def draw_evaluation_set(chunks, config):
-    """Draw the questions from `chunks`, a numpy array (N, T): they depend on the data, T, n, the law's parameters and eval_seed only.
+    """Draw the questions from `chunks`, a numpy array (N, T).
 
-    The chunks come in random order, so that the first m of n questions are a fair sample too.
+    They depend on the data, T, n, the law's parameters and eval_seed only. The chunks come in random order, so that the first m of n questions are a fair sample too.
     """
     generator = torch.Generator().manual_seed(config.eval_seed)
     n = min(len(chunks), config.eval_sequences or len(chunks))

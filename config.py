@@ -105,6 +105,10 @@ class Config:
         return Path(self.data_dir) / f"{self.dataset}-{self.tokenizer}"
 
     @property
+    def sequences_per_step(self):
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
     def lowest_lr(self):
         return self.learning_rate / 10 if self.min_lr is None else self.min_lr
 
@@ -192,8 +196,8 @@ def read_text_value(name, text, kinds):
 def parse(argv, options=None, doc=""):
     """Split a command line into (paths, given, options).
 
-    paths: the arguments without `--`. given: {name: value} of the Config keys on the command line, and of no others. options: an instance
-    of the script's own dataclass of keys, checked. Keys are written --key=value or --key value; booleans may be bare.
+    paths: the arguments without `--`. given: {name: value} of the Config keys on the command line, and of no others.
+    options: an instance of the script's own dataclass of keys, checked. Keys are written --key=value or --key value; booleans may be bare.
     """
     own = kinds_of(options) if options else {}
     kinds = {**kinds_of(Config), **own}

