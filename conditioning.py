@@ -85,23 +85,23 @@ def draw_cond(config, n, generator):
 def augment(tokens, cond, bos):
     """Put copies of the known tokens in front of the sequence, at their original positions (paper, Section 3).
 
-    tokens (B, T) int, cond (B, T) bool -> tokens (B, L), positions (B, L), n_copies (B,), with L = P + T:
+    tokens (B, T) int, cond (B, T) bool -> tokens (B, L), positions (B, L), present (B, L) bool, with L = P + T:
 
         [ copies of x_c, by position | padding up to P | BOS | x_1 .. x_{T-1} ]         P = the largest |x_c|
 
     BOS stands at position 0 and x_i at i. The row of x_{i-1} predicts x_i (BOS predicts x_1), so the last T rows predict
-    x_1 .. x_T; x_T itself has no slot, since nothing would be predicted from it and nobody could see it.
+    x_1 .. x_T; x_T itself has no slot, since nothing would be predicted from it and nobody could see it. `present` is
+    False in the padding.
     """
     B, T = tokens.shape
-    n_copies = cond.sum(1)
-    P = int(n_copies.max())
+    n_copies = cond.sum(1, keepdim=True)
+    P, place = int(n_copies.max()), torch.arange(T, device=tokens.device)
     known_first = cond.int().argsort(dim=1, descending=True, stable=True)[:, :P]
-    padding = torch.arange(P, device=tokens.device) >= n_copies[:, None]
-    copies = tokens.gather(1, known_first).masked_fill(padding, bos)
-    copy_positions = (known_first + 1).masked_fill(padding, 0)
-    body_positions = torch.arange(T, device=tokens.device).expand(B, T)
-    tokens = torch.cat([copies, tokens.new_full((B, 1), bos), tokens[:, :-1]], 1)
-    return tokens, torch.cat([copy_positions, body_positions], 1), n_copies
+    is_copy = place[:P] < n_copies
+    copies = tokens.gather(1, known_first).masked_fill(~is_copy, bos)
+    positions = torch.cat([(known_first + 1) * is_copy, place.expand(B, T)], 1)
+    present = torch.cat([is_copy, torch.ones_like(cond)], 1)
+    return torch.cat([copies, tokens.new_full((B, 1), bos), tokens[:, :-1]], 1), positions, present
 
 
 # ---------------------------------------------------------------- the five modes

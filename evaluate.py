@@ -70,7 +70,7 @@ def nll_of(model, config, tokens, cond, desc):
     # disable=None: no bar where nobody watches
     for x, c in tqdm(batches(config, tokens, cond), desc, leave=False, disable=None):
         with autocast(config):
-            parts.append(model.exact_nll(x.to(config.device), c.to(config.device)).cpu().double())
+            parts.append(model.exact_nll(x, c).cpu().double())
     return torch.cat(parts)
 
 

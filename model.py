@@ -14,26 +14,35 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import fast
 from conditioning import augment
 
 # ---------------------------------------------------------------- the Transformer
 
 
 def rotary(positions, d, base=10000.0):
-    """Cosines and sines of RoPE (Su et al., 2021): positions (B, L) -> two tensors (B, 1, L, d/2), always float32.
+    """Cosines and sines of RoPE (Su et al., 2021): positions (..., L) -> two tensors (..., L, 1, d/2), always float32.
 
     bfloat16 would be too coarse: it merges half of the positions up to 1024.
     """
     frequency = base ** (-torch.arange(0, d, 2, device=positions.device, dtype=torch.float32) / d)
-    angle = positions[:, None, :, None].float() * frequency
+    angle = positions[..., None, None].float() * frequency
     return angle.cos(), angle.sin()
 
 
 def rotate(x, rope):
-    """Turn each pair (i, i + d/2) of x (B, H, L, d) by its angle."""
+    """Turn each pair (i, i + d/2) of x (..., L, H, d) by its angle."""
     cos, sin = rope
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x)
+
+
+def attend(q, k, v, allowed, dropout=0.0):
+    """Attention: q, k, v (B, L, H, d) -> (B, L, H, d). allowed[b, q, k]: may slot q look at slot k?"""
+    if not isinstance(allowed, torch.Tensor):
+        return fast.attend_packed(q, k, v, allowed, dropout)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, allowed[:, None], dropout).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -43,16 +52,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(n_embd, 3 * n_embd)
         self.proj = nn.Linear(n_embd, n_embd)
 
-    def forward(self, x, rope, allowed):
-        B, L, D = x.shape
-        q, k, v = self.qkv(x).view(B, L, 3, self.n_head, D // self.n_head).permute(2, 0, 3, 1, 4)  # (B, H, L, d) each
-        y = F.scaled_dot_product_attention(
-            rotate(q, rope), rotate(k, rope), v,
-            attn_mask=None if allowed is None else allowed[:, None],
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=allowed is None,
-        )  # fmt: skip
-        return self.proj(y.transpose(1, 2).reshape(B, L, D))
+    def forward(self, x, rope, allowed, rows, cache):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)  # (..., L, H, d) each
+        q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = attend(q, k, v, allowed, self.dropout if self.training else 0.0)
+        return self.proj(y[rows].flatten(-2))
 
 
 class Block(nn.Module):
@@ -67,8 +73,8 @@ class Block(nn.Module):
         self.proj = nn.Linear(4 * n_embd, n_embd)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, rope, allowed):
-        x = x + self.drop(self.attn(self.ln_1(x), rope, allowed))
+    def forward(self, x, rope, allowed, rows=..., cache=None):
+        x = x[rows] + self.drop(self.attn(self.ln_1(x), rope, allowed, rows, cache))
         return x + self.drop(self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh")))
 
 
@@ -92,16 +98,20 @@ class Transformer(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, tokens, positions, allowed=None):
-        """tokens (B, L), positions (B, L), allowed (B, L, L) bool or None for causal -> hidden (B, L, D).
+    def forward(self, tokens, positions, allowed, rows=..., caches=None):
+        """tokens (B, L), positions (B, L), allowed (B, L, L) bool -> hidden (B, L, D)[rows].
 
-        allowed[b, q, k]: may token q of sequence b look at token k?
+        allowed[b, q, k]: may slot q of sequence b look at slot k? `rows` is an index of the slots whose state is wanted:
+        in the last block the others give their keys and values, and no more. For sequences that lie one behind the other,
+        tokens and positions are (N,), and allowed is what `fast.attend_packed` calls sizes. With `caches`, one
+        `fast.Cache` a block, the L slots continue those before, and allowed is (B, L, all so far).
         """
         rope = rotary(positions, self.d)
         x = self.drop(self.wte(tokens))
-        for block in self.blocks:
-            x = block(x, rope, allowed)
-        return self.ln_f(x)
+        caches = caches or [None] * len(self.blocks)
+        for block, cache in zip(self.blocks[:-1], caches):
+            x = block(x, rope, allowed, cache=cache)
+        return self.ln_f(self.blocks[-1](x, rope, allowed, rows, caches[-1]))
 
     def head(self, hidden):
         """hidden (..., D) -> logits (..., V) with the input embedding as weights; V includes the filling, at -inf."""
@@ -113,20 +123,46 @@ class Transformer(nn.Module):
 # ---------------------------------------------------------------- the methods
 
 
-class ConditionalModel(nn.Module):
-    """p(x_e | x_c), token by token from left to right. A method says what its rows see: `hidden`; the rest follows.
+def ac_mask(present, P, rows=slice(None)):
+    """present (B, P + T) -> allowed[b, q, k]: may slot q look at slot k? q in `rows`, k before their end.
 
-    `body` is a Transformer, or anything with its forward, head and vocab_size; `bos` is the id at position 0.
-    In all of it tokens is (B, T) int, cond is (B, T) bool, True = known.
+    Causal, and every token sees the copies. Copies see all copies and nothing else: any other key comes after them.
+    Why copies at all: if x_1 could look at the known x_3 in its place, where it has already seen x_2, then in the
+    second layer x_1 would learn what x_2 is before predicting it.
+    """
+    slots = torch.arange(present.size(1), device=present.device)
+    query, key = slots[rows, None], slots[: rows.stop]
+    allowed = (key <= query) | (key < P)  # AC-GPT in one line
+    padding = ~present[:, None, : rows.stop]  # sees itself alone, so that no row is without a key
+    return allowed & ~(padding & (key != query))
+
+
+class ConditionalModel(nn.Module):
+    """p(x_e | x_c), token by token from left to right. A method says what stands where: `arrange`; the rest follows.
+
+    `body` is a Transformer; `bos` is the id at position 0. In all of it tokens is (B, T) int, cond is (B, T) bool, True =
+    known. Both are best left on the CPU, whatever the body's device: asking a GPU how many are known makes it wait.
     """
 
     def __init__(self, body, bos):
         super().__init__()
         self.body, self.bos = body, bos
 
-    def hidden(self, tokens, cond):
-        """-> (B, T, D): the states that predict x_1 .. x_T; none may depend on its own or later tokens of x_e."""
+    def arrange(self, tokens, cond):
+        """-> tokens, positions, present (B, P + T), as `augment` returns them: what the body sees."""
         raise NotImplementedError
+
+    def hidden(self, tokens, cond, scored):
+        """-> (scored.sum(), D): the states that predict the tokens in `scored`, none of which depends on x_e from there on.
+
+        The sequences go through the body one behind the other, without their padding.
+        """
+        T = tokens.size(1)
+        tokens, positions, present = self.arrange(tokens, cond)
+        sizes = [(L - T, L) for L in present.sum(1).tolist()]
+        rows = F.pad(scored, (tokens.size(1) - T, 0))[present].nonzero()[:, 0]
+        tokens, positions, rows = self.moved(tokens[present], positions[present], rows)
+        return self.body(tokens, positions, sizes, rows)
 
     def can_condition_on(self, cond):
         """Has the method a p(x_e | x_c) for these x_c at all?"""
@@ -134,7 +170,7 @@ class ConditionalModel(nn.Module):
 
     def logits(self, tokens, cond):
         """-> (B, T, V): predictions of x_1 .. x_T, each given x_c and the tokens before it."""
-        return self.body.head(self.hidden(tokens, cond))
+        return self.body.head(self.hidden(tokens, cond, torch.ones_like(cond))).unflatten(0, cond.shape)
 
     def exact_nll(self, tokens, cond, scored=None):
         """-log p(x_t | x_c, earlier tokens) in nats, (B, T), 0 outside `scored` (B, T) bool, by default all of x_e.
@@ -147,10 +183,12 @@ class ConditionalModel(nn.Module):
                 f"{type(self).__name__} has no p(x_e | x_c) for such x_c: leave it empty and pass `scored`"
             )
         scored = ~cond if scored is None else scored
-        logits = self.body.head(self.hidden(tokens, cond)[scored])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nll = F.cross_entropy(logits, tokens[scored].long(), reduction="none")
-        return torch.zeros(tokens.shape, dtype=nll.dtype, device=nll.device).masked_scatter(scored, nll)
+        hidden, targets = self.hidden(tokens, cond, scored), self.moved(tokens[scored])
+        parts = zip(hidden.split(fast.ROWS), targets.split(fast.ROWS))
+        nll = torch.cat(
+            [F.cross_entropy(fast.at_least_float32(self.body.head(h)), x, reduction="none") for h, x in parts]
+        )
+        return nll.new_zeros(cond.shape).masked_scatter(self.moved(scored), nll)
 
     def trained_on(self, cond):
         """-> (B, T) bool: the tokens whose loss is trained."""
@@ -158,8 +196,10 @@ class ConditionalModel(nn.Module):
 
     def training_loss(self, tokens, cond):
         """-> (sum of NLL over the trained tokens, in nats; their number)."""
-        scored = self.trained_on(cond)  # & ~scored below: what is learnt is not known; it empties GPT's x_c
-        return self.exact_nll(tokens, cond & ~scored, scored).sum(), scored.sum()
+        scored = self.trained_on(cond)
+        cond = cond & ~scored  # what is learnt is not known; it empties GPT's x_c
+        hidden, targets = self.hidden(tokens, cond, scored), self.moved(tokens[scored])
+        return fast.SummedNLL.apply(self.body.head, self.body.wte.weight, hidden, targets), len(targets)
 
     def forward(self, tokens, cond):
         """training_loss, so that DistributedDataParallel can wrap it."""
@@ -171,22 +211,37 @@ class ConditionalModel(nn.Module):
 
         `forced` (B, T) bool, by default cond: tokens that are kept as they are. Those outside cond are not in x_c, so
         they inform only what comes after them (the no-future modes). `generator` is for methods with a random order.
+        The slots up to the first unknown token go through the body at once, then those up to the next one, and so on.
         """
         keep = cond if forced is None else cond | forced
         tokens = tokens.masked_fill(~keep, self.bos)
-        for t in range(tokens.size(1)):
-            if not keep[:, t].all():
-                ids = pick(self.body.head(self.hidden(tokens, cond)[:, t]))
-                tokens[:, t] = torch.where(keep[:, t], tokens[:, t], ids)
+        slots, positions, present = self.moved(*self.arrange(tokens, cond))
+        P = slots.size(1) - tokens.size(1)
+        caches = [fast.Cache(slots.size(1)) for _ in self.body.blocks]
+        start, tokens, kept = 0, *self.moved(tokens, keep)
+        for t in (~keep).any(0).nonzero()[:, 0].tolist():
+            new = slice(start, P + t + 1)  # the last of them predicts x_{t+1}
+            allowed = ac_mask(present, P, new)
+            hidden = self.body(slots[:, new], positions[:, new], allowed, (slice(None), -1), caches)
+            tokens[:, t] = torch.where(kept[:, t], tokens[:, t], pick(self.body.head(hidden)))
+            slots[:, P + 1 :] = tokens[:, :-1]
+            start = new.stop
         return tokens
+
+    def moved(self, *tensors):
+        """Tensors to the body's device, without making a GPU wait."""
+        device = next(self.parameters()).device
+        if device.type == "cuda":
+            tensors = [x if x.is_cuda else x.pin_memory() for x in tensors]
+        tensors = [x.to(device, non_blocking=True) for x in tensors]
+        return tensors if len(tensors) > 1 else tensors[0]
 
 
 class GPT(ConditionalModel):
     """The plain causal model. It ignores x_c in training, and learns all T tokens."""
 
-    def hidden(self, tokens, cond):
-        tokens, positions, _ = augment(tokens, torch.zeros_like(cond), self.bos)
-        return self.body(tokens, positions)
+    def arrange(self, tokens, cond):
+        return augment(tokens, torch.zeros_like(cond), self.bos)
 
     def can_condition_on(self, cond):
         """GPT knows the past alone: no known token may follow an unknown one."""
@@ -199,24 +254,8 @@ class GPT(ConditionalModel):
 class ACGPT(ConditionalModel):
     """Arbitrary Conditionals GPT: copies of x_c stand in front, at their own positions, and everybody sees them."""
 
-    def hidden(self, tokens, cond):
-        T = tokens.size(1)
-        tokens, positions, n_copies = augment(tokens, cond, self.bos)
-        return self.body(tokens, positions, ac_mask(n_copies, tokens.size(1) - T, T))[:, -T:]
-
-
-def ac_mask(n_copies, P, T):
-    """n_copies (B,) -> allowed (B, P + T, P + T) bool; allowed[b, q, k]: may token q look at token k?
-
-    Causal, and every token sees the copies. Copies see all copies and nothing else: any other key comes after them.
-    Why copies at all: if x_1 could look at the known x_3 in its place, where it has already seen x_2, then in the
-    second layer x_1 would learn what x_2 is before predicting it.
-    """
-    query = torch.arange(P + T, device=n_copies.device)[:, None]
-    key = torch.arange(P + T, device=n_copies.device)
-    allowed = (key <= query) | (key < P)  # AC-GPT in one line
-    padding = (key >= n_copies[:, None, None]) & (key < P)  # sees itself too, so that no row is without a key
-    return allowed & ~(padding & (key != query))
+    def arrange(self, tokens, cond):
+        return augment(tokens, cond, self.bos)
 
 
 METHODS = {"gpt": GPT, "ac_gpt": ACGPT}

@@ -7,7 +7,7 @@
 A blank is four underscores and its length in tokens, all digits that follow; a text may have several, anywhere. All
 that is not blank is known, the spaces around a blank too; only where a tokenizer joins spaces to the words after them (GPT-2's), the one space in
 front of a blank is dropped, since the first token of the filling brings its own.
-Generated parts are printed as [[..]]. This is the plain loop, one forward pass per token. It trains and scores nothing.
+Generated parts are printed as [[..]]. It trains and scores nothing.
 """
 
 import itertools
@@ -56,7 +56,7 @@ def show(tokenizer, ids, known):
 
 def generate(model, config, options, tokens, cond, forced=None):
     """model.generate for options.n copies of one question, each of shape (T,) -> (n, T) on the CPU."""
-    copies = [None if x is None else x.expand(options.n, -1).to(config.device) for x in (tokens, cond, forced)]
+    copies = [None if x is None else x.expand(options.n, -1) for x in (tokens, cond, forced)]
     pick = sampler(config.device, options.temperature, options.top_p, options.seed)
     with autocast(config):
         return model.generate(copies[0], copies[1], pick, forced=copies[2]).cpu()

@@ -134,10 +134,10 @@ def test_mix_empties_a_share():
 def test_augment_by_hand():
     tokens = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]])
     cond = torch.tensor([[False, True, False, True], [False, False, True, False]])
-    out, positions, n_copies = augment(tokens, cond, bos=99)
+    out, positions, present = augment(tokens, cond, bos=99)
     assert out.tolist() == [[12, 14, 99, 11, 12, 13], [23, 99, 99, 21, 22, 23]]
     assert positions.tolist() == [[2, 4, 0, 1, 2, 3], [3, 0, 0, 1, 2, 3]]
-    assert n_copies.tolist() == [2, 1]
+    assert present.tolist() == [[True] * 6, [True, False] + [True] * 4]
 
 
 def test_evaluation_set():

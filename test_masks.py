@@ -8,6 +8,7 @@
 The reference below shares no code with model.py: plain loops over tokens, its own attention, complex numbers for RoPE.
 """
 
+import contextlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import fast
 import model as M
+from bench import Naive
 from checkpoint import open_run
 from conditioning import augment
 from config import Config, UserError, key, parse, resolve_machine, run
@@ -177,7 +180,7 @@ def test_empty_condition_is_gpt():
 
 def test_copies_in_any_order():
     class Reversed(Broken):
-        def edit(self, tokens, positions, n_copies, P):
+        def edit(self, tokens, positions, P):
             order = torch.cat([torch.arange(P - 1, -1, -1), torch.arange(P, tokens.size(1))]).to(tokens.device)
             return tokens[:, order], positions[:, order]
 
@@ -241,42 +244,107 @@ def test_training_loss_counts_what_is_trained():
         assert_close(loss, nll(small_model(method), tokens, empty).sum(), f"{method.__name__}: training and exact")
 
 
+# ---------------------------------------------------------------- shortcuts: fast.py against plain code
+
+
+@contextlib.contextmanager
+def changed(module, name, value):
+    old = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, old)
+
+
+def loss_and_gradients(model, tokens, cond):
+    loss, n = model.training_loss(tokens, cond)
+    (3 * loss / n).backward()
+    return {"loss": loss / n} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_shortcuts_change_nothing():
+    """Without mask, padding, all the logits, and all rows of the last block: the same loss and gradients."""
+    tokens, cond = random_queries()
+    naive = loss_and_gradients(small_model(Naive).float(), tokens, cond)
+    with changed(fast, "ROWS", 7):  # many parts, the last one not full
+        quick = loss_and_gradients(small_model().float(), tokens, cond)
+    for name, value in naive.items():
+        error = (quick[name] - value).abs().max() / value.abs().max().clamp(min=1)
+        assert error < 1e-5, f"{name} differs by {error:.1e}"
+
+
+def test_the_cache_changes_nothing():
+    """The likeliest tokens, one after the other: with a cache as with a full pass for each, in a batch of all |x_c|."""
+    model = small_model().double()
+    tokens, cond = random_queries()
+    out = model.generate(tokens, cond, lambda logits: logits.argmax(-1))
+    expected = tokens.masked_fill(~cond, 0)
+    for t in range(T):
+        with torch.no_grad():
+            best = model.logits(expected, cond)[:, t].argmax(-1)
+        expected[:, t] = torch.where(cond[:, t], expected[:, t], best)
+    assert torch.equal(out, expected) and not torch.equal(out, tokens)
+
+
+def copies_causal(q, k, v, sizes, dropout=0.0):
+    return fast_attend(q, k, v, [(0, L) for _, L in sizes])
+
+
+def one_copy_too_many(q, k, v, sizes, dropout=0.0):
+    return fast_attend(q, k, v, [(min(P + 1, L), L) for P, L in sizes])
+
+
+def neighbours_seen(q, k, v, sizes, dropout=0.0):
+    return fast_attend(q, k, v, [(sizes[0][0], sum(L for _, L in sizes))])
+
+
+fast_attend = fast.attend_packed
+
+
+def test_broken_shortcuts_are_caught():
+    for broken in (copies_causal, one_copy_too_many, neighbours_seen):
+        with changed(fast, "attend_packed", broken):
+            assert fails(check_reference, small_model()), broken.__name__
+
+
 # ---------------------------------------------------------------- broken on purpose
 
 
 class Broken(M.ACGPT):
-    """AC-GPT in three steps, each of which a subclass may spoil."""
+    """AC-GPT with its mask and its padding, step by step; a subclass spoils one of them."""
 
-    def edit(self, tokens, positions, n_copies, P):
+    def edit(self, tokens, positions, P):
         return tokens, positions
 
-    def mask(self, n_copies, P, T):
-        return M.ac_mask(n_copies, P, T)
+    def mask(self, present, P):
+        return M.ac_mask(present, P)
 
     def rows(self, hidden, T):
         return hidden[:, -T:]
 
-    def hidden(self, tokens, cond):
+    def hidden(self, tokens, cond, scored):
         T = tokens.size(1)
-        tokens, positions, n_copies = augment(tokens, cond, self.bos)
+        tokens, positions, present = self.arrange(tokens, cond)
         P = tokens.size(1) - T
-        tokens, positions = self.edit(tokens, positions, n_copies, P)
-        return self.rows(self.body(tokens, positions, self.mask(n_copies, P, tokens.size(1) - P)), T)
+        tokens, positions = self.edit(tokens, positions, P)
+        hidden = self.body(tokens, positions, self.mask(present[:, : tokens.size(1)], P))
+        return self.rows(hidden, T)[scored]
 
 
 class CopiesOmitted(M.ACGPT):
     """Everybody looks at the known tokens in their places instead."""
 
-    def hidden(self, tokens, cond):
+    def hidden(self, tokens, cond, scored):
         body, positions, _ = augment(tokens, torch.zeros_like(cond), self.bos)
         known = torch.cat([torch.zeros_like(cond[:, :1]), cond[:, :-1]], 1)
         causal = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
-        return self.body(body, positions, causal | known[:, None])
+        return self.body(body, positions, causal | known[:, None])[scored]
 
 
 class CopiesSeeBody(Broken):
-    def mask(self, n_copies, P, T):
-        allowed = super().mask(n_copies, P, T)
+    def mask(self, present, P):
+        allowed = super().mask(present, P)
         allowed[:, :P, P:] = True
         return allowed
 
@@ -284,7 +352,7 @@ class CopiesSeeBody(Broken):
 class NoBos(Broken):
     """[copies | x]: the last copy, or x_1 itself, has to predict x_1."""
 
-    def edit(self, tokens, positions, n_copies, P):
+    def edit(self, tokens, positions, P):
         return (torch.cat([x[:, :P], x[:, P + 1 :]], 1) for x in (tokens, positions))
 
     def rows(self, hidden, T):
@@ -293,7 +361,7 @@ class NoBos(Broken):
 
 
 class PositionsShifted(Broken):
-    def edit(self, tokens, positions, n_copies, P):
+    def edit(self, tokens, positions, P):
         return tokens, torch.cat([positions[:, :P] + 1, positions[:, P:]], 1)
 
 
@@ -308,8 +376,8 @@ class TargetsShiftedTwice(Broken):
 
 
 class PaddingVisible(Broken):
-    def mask(self, n_copies, P, T):
-        return super().mask(torch.full_like(n_copies, P), P, T)
+    def mask(self, present, P):
+        return super().mask(torch.ones_like(present), P)
 
 
 # Which facts catch what. Sum-to-one is blind to shifted positions and to a double shift: that is why there is a reference.
@@ -373,11 +441,11 @@ def check_trained(folder):
 def seven_tokens():
     """(labels of slots, what each predicts, allowed (L, L)) for x_1..x_7 with x_c = {x_2, x_5, x_6}."""
     cond = torch.tensor([[False, True, False, False, True, True, False]])
-    _, positions, n_copies = augment(torch.zeros(1, 7, dtype=torch.long), cond, 0)
-    P = int(n_copies)
+    _, positions, present = augment(torch.zeros(1, 7, dtype=torch.long), cond, 0)
+    P = int(cond.sum())
     labels = [f"x{i}'" for i in positions[0, :P].tolist()] + ["BOS"] + [f"x{i}" for i in range(1, 7)]
     predicts = [""] * P + ["" if known else f"x{i + 1}" for i, known in enumerate(cond[0].tolist())]
-    return labels, predicts, M.ac_mask(n_copies, P, 7)[0]
+    return labels, predicts, M.ac_mask(present, P)[0]
 
 
 def show():

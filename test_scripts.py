@@ -4,19 +4,27 @@ import ast
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+import bench
+import checkpoint
 import evaluate
 import sample
 from checkpoint import open_run
 from conditioning import MODES
+from config import Config, resolve_machine
 from conftest import HERE, TEXT
+from model import ac_mask
 from prepare_data import Bytes
 
 # ---------------------------------------------------------------- evaluate.py
@@ -231,6 +239,43 @@ def test_nothing_to_evaluate(expect_refusal, tmp_path):
     expect_refusal(["is not there", "train"], "evaluate.py", HERE / "configs" / "tiny.py", f"--out_dir={tmp_path}")
 
 
+# ---------------------------------------------------------------- bench.py
+
+TINY_BENCH = ["--tokenizer=bytes", "--block_size=32", "--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=4"]
+
+
+@pytest.mark.parametrize("part", ["train", "nll", "sample"])
+def test_bench(command, part):
+    code, out, err = command("bench.py", *TINY_BENCH, "--rounds=1", f"--what={part}")
+    assert code == 0 and len(out.splitlines()) > 4, (out, err)
+
+
+def test_bench_counts_what_is_done():
+    """FLOPs: the pairs of the mask itself, and the matrix products as PyTorch counts them."""
+    config = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, tokenizer="bytes", dropout=0.0, batch_size=4)
+    (tokens, *_), (cond, *_) = bench.random_step(config, 257)
+    known, vocab = cond.sum(1).tolist(), 320  # 257, filled up
+    model = checkpoint.build(resolve_machine(replace(config, device="cpu")), 257, 256)
+    with FlopCounterMode(display=False) as counter:
+        loss, _ = model(tokens, cond)
+        loss.backward()
+    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    slots, _, present = model.arrange(tokens, cond)
+    allowed = ac_mask(present, slots.size(1) - 8)[present]
+    pairs = int(allowed.sum())
+    expected = products + 3 * config.n_layer * 4 * 16 * pairs
+    assert bench.flops(config, vocab, known, [8 - n for n in known]) == expected
+
+
+def test_bench_memory():
+    """At least weights, gradients and both moments of AdamW."""
+    config = resolve_machine(Config(n_layer=2, n_head=2, n_embd=512, block_size=64, device="cpu", batch_size=4))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        found = child.submit(bench.peak_bytes, config, 257, 0.6).result()
+    weights = 4 * (320 * 512 + 2 * 12 * 512**2)
+    assert 4 * weights < found < 12 * weights, (weights, found)
+
+
 # ---------------------------------------------------------------- the whole
 
 
@@ -258,7 +303,9 @@ def test_from_text_to_filled_blank(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["book.txt", "data", "mine.py", "out"]
 
 
-LAYERS = (("config", "conditioning", "prepare_data"), ("model",), ("checkpoint",), ("evaluate",), ("train", "sample"))
+LAYERS = (
+    ("config", "conditioning", "prepare_data", "fast"), ("model",), ("checkpoint",), ("evaluate",), ("train", "sample"), ("bench",)
+)  # fmt: skip
 
 
 def test_imports_go_down():
@@ -278,7 +325,7 @@ def test_imports_go_down():
 def test_model_needs_torch_alone():
     code = "import sys, torch; before = set(sys.modules); import model; print(*(set(sys.modules) - before))"
     new = subprocess.run([sys.executable, "-c", code], cwd=HERE, check=True, capture_output=True, text=True).stdout
-    known = {"model", "conditioning", "torch"} | sys.stdlib_module_names
+    known = {"model", "conditioning", "fast", "torch"} | sys.stdlib_module_names
     assert {name.split(".")[0] for name in new.split()} <= known, new
 
 

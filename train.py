@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+import fast
 import prepare_data
 from conditioning import LAWS, draw_cond
 from config import UserError, key, load_config, parse, resolve_machine, run
@@ -50,10 +51,10 @@ def epoch_order(n, seed, epoch):
 
 
 def draw_step(chunks, config, step):
-    """The sequences of one optimizer step and their x_c, sorted by |x_c|: tokens (N, T) int64, cond (N, T) bool.
+    """The sequences of one optimizer step and their x_c: tokens (N, T) int64, cond (N, T) bool.
 
-    Sorted, neighbours need the same number of prefix slots, so micro-batches hold almost no padding; the sum over the
-    step, and so its gradient, is the same in any order.
+    Sorted by |x_c| and dealt like cards, to and fro, so that all micro-batches hold nearly the same number of tokens: none
+    needs more memory than the others, and no process waits for another. The step's loss is the same in any order.
     """
     N = config.sequences_per_step
     where = [divmod(step * N + i, len(chunks)) for i in range(N)]
@@ -61,7 +62,9 @@ def draw_step(chunks, config, step):
         np.stack([chunks[epoch_order(len(chunks), config.seed, e)[i]] for e, i in where]).astype(np.int64)
     )
     cond = draw_cond(config, N, torch.Generator().manual_seed(seed_for(config.seed, step, 0)))
-    order = cond.sum(1).argsort(stable=True)
+    order = cond.sum(1).argsort(stable=True).view(config.batch_size, -1)  # (B, micro-batches)
+    order[1::2] = order[1::2].flip(1)
+    order = order.T.flatten()
     return tokens[order], cond[order]
 
 
@@ -85,14 +88,14 @@ class Trainer:
         self.vocabulary = {"vocab_size": model.body.vocab_size, "separator": model.bos}
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.dtype == "float16")
-        self.iter, self.best = 0, math.inf
+        self.iter, self.best, self.ahead = 0, math.inf, None
         if state:
             self.optimizer.load_state_dict(state["optimizer"])
             if state["scaler"] and self.scaler.is_enabled():  # empty unless it was trained in float16
                 self.scaler.load_state_dict(state["scaler"])
             self.iter, self.best = state["iter"], state["best"]
         if config.compile:
-            model.body.compile(dynamic=True)  # the prefix changes its length from batch to batch
+            fast.compile_body(model.body)
         self.wrapped = DistributedDataParallel(model) if world > 1 else model
         self.stop = False
 
@@ -107,7 +110,7 @@ class Trainer:
     def loss(self, model, tokens, cond):
         """Summed NLL of a micro-batch."""
         with checkpoint.autocast(self.config):
-            return model(tokens.to(self.config.device), cond.to(self.config.device))[0]
+            return model(tokens, cond)[0]
 
     def step(self):
         """One optimizer step -> its loss, in nats per trained token. The gradient is that of this very figure."""
@@ -116,7 +119,7 @@ class Trainer:
         torch.manual_seed(seed_for(config.seed, self.iter, 1 + self.rank))  # dropout's
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.iter)
-        tokens, cond = draw_step(self.chunks, config, self.iter)
+        tokens, cond = self.ahead or draw_step(self.chunks, config, self.iter)
         n_trained = self.model.trained_on(cond).sum().item()  # in the whole step, all processes together
         micro_batches = batches(config, tokens, cond)[self.rank :: self.world]
         nll = 0.0
@@ -126,6 +129,7 @@ class Trainer:
                 part = self.loss(self.wrapped, x, c)
                 self.scaler.scale(part * self.world / n_trained).backward()  # DDP takes the mean over processes
             nll += part.detach()
+        self.ahead = draw_step(self.chunks, config, self.iter + 1)  # while a GPU is still at work
         loss = self.total(nll) / n_trained
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)

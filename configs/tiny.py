@@ -6,8 +6,8 @@ n_head = 4
 n_embd = 128
 dropout = 0.0
 
-batch_size = 2  # two micro-batches of two, sorted by |x_c|, hold less padding than one of four
-gradient_accumulation_steps = 2
+batch_size = 4
+gradient_accumulation_steps = 1
 learning_rate = 4e-3
 warmup_iters = 50
 beta2 = 0.99
