@@ -64,6 +64,7 @@ class Plain(nn.Module):
         )  # fmt: skip
         self.wte = nn.Embedding(vocab, D)
         self.blocks = nn.TransformerEncoder(layer, config.n_layer, nn.LayerNorm(D), enable_nested_tensor=False)
+        nn.init.normal_(self.wte.weight, std=0.02)
         self.bos = vocab - 1
 
     def forward(self, tokens, cond):
@@ -90,8 +91,8 @@ def flops(config, vocab, n_copies, n_scored):
 
 
 def wait(config):
-    if config.device.startswith("cuda"):
-        torch.cuda.synchronize()
+    if config.device != "cpu":
+        getattr(torch, config.device.partition(":")[0]).synchronize()
 
 
 def take_turns(config, rounds, jobs, quiet=None):
@@ -118,9 +119,10 @@ def line(what, value, target=""):
 
 
 def matmul_rate(config):
-    """FLOP/s of the best of a few large matrix products in config.dtype, five times each."""
+    """FLOP/s of the best of a few large matrix products in config.dtype."""
     D, dtype, best = config.n_embd, getattr(torch, config.dtype), 0.0
-    for m, k, n in ((2048, 2048, 2048), (4096, D, 4 * D), (4096, 4 * D, D)):
+    shapes = [(2048, 2048, 2048), (4096, D, 4 * D), (4096, 4 * D, D)]
+    for m, k, n in [(8192, 8192, 8192)] if config.device != "cpu" else shapes:
         a, b = (torch.randn(shape, device=config.device, dtype=dtype) for shape in ((m, k), (n, k)))
         seconds = take_turns(config, 5, {"": lambda i, a=a, b=b: F.linear(a, b)}, quiet=True)[""]
         best = max(best, 2 * m * k * n / statistics.median(seconds))
@@ -160,7 +162,7 @@ def train(config, vocab, rounds):
     def job(model, step):
         def do(i):
             tokens, cond = (x[i * every % len(x)] for x in step)
-            n = 1 if i < 0 else len(tokens)  # one sequence warms up
+            n = 1 if i < 0 and config.device == "cpu" and not config.compile else len(tokens)  # a short warm-up
             forward_and_backward(model, config, tokens[:n], cond[:n])
 
         return do
@@ -208,10 +210,12 @@ def peak_bytes(config, vocab, r_max):
     before = resident_bytes(config)
     model = build(config, vocab, vocab - 1).train()
     optimizer = make_optimizer(model, config)
-    for i in (0, -1):  # the second one meets the gradients of the first
-        with autocast(config):
-            model(tokens[i], cond[i])[0].backward()
-    optimizer.step()
+    for _ in range(2):  # the second step meets AdamW's moments, its second micro-batch the gradients of the first
+        for i in (0, -1):
+            with autocast(config):
+                model(tokens[i], cond[i])[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return resident_bytes(config) - before
 
 
@@ -346,7 +350,7 @@ def main(argv):
     gpu = torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else ""
     print(
         f"{config.n_layer} layers of {config.n_embd}, vocabulary {vocab:,}, T = {config.block_size}, micro-batches of "
-        f"{config.batch_size}, dropout {config.dropout}, {config.dtype}{', compiled' * config.compile}; "
+        f"{config.batch_size}, dropout {config.dropout}, {config.dtype}{', compiled for training' * config.compile}; "
         f"torch {torch.__version__}, {gpu or f'{torch.get_num_threads()} CPU threads'}\n"
         "(targets are for configs/small.py on two CPU cores)"
     )

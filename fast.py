@@ -18,18 +18,20 @@ import torch.nn.functional as F
 def attend_packed(q, k, v, sizes, dropout=0.0):
     """What ac_mask allows, without a mask: q, k, v (N, H, d), the slots of all sequences one behind the other.
 
-    sizes: [(P, L)] of each sequence, copies and slots in all. Copies see all copies: full attention. The rest is causal,
-    with the copies before it; that call computes causal rows for the copies too, which are dropped. Neighbours of equal
-    sizes share a call. Neither call has a mask, so FlashAttention takes them.
+    sizes: [(P, L)] of each sequence, copies and slots in all. The body is causal, with the copies before it; that call
+    computes causal rows for the copies too, but copies see all copies: theirs are replaced by full attention. Neighbours
+    of equal sizes share a call. Neither call has a mask, so FlashAttention takes them.
     """
     groups = [(P, L, len(list(group))) for (P, L), group in itertools.groupby(sizes)]
     qkv_of_groups = zip(*(x.split([n * L for _, L, n in groups]) for x in (q, k, v)))
     y = []
     for (P, L, n), qkv in zip(groups, qkv_of_groups):
         q, k, v = (x.unflatten(0, (n, L)).transpose(1, 2) for x in qkv)  # (n, H, L, d)
-        copies = F.scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], None, dropout)
-        body = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)[:, :, P:]
-        y.append(torch.cat([copies, body], 2).transpose(1, 2).flatten(0, 1))
+        mixed = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
+        if P > 0:
+            copies = F.scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], None, dropout)
+            mixed = torch.cat([copies, mixed[:, :, P:]], 2)
+        y.append(mixed.transpose(1, 2).flatten(0, 1))
     return torch.cat(y)
 
 
@@ -51,7 +53,7 @@ class SummedNLL(torch.autograd.Function):
             log_p = at_least_float32(head(h)).log_softmax(-1)
             total -= log_p.gather(1, x).sum()
             if ctx.needs_input_grad[2]:  # not when validating
-                d_logits = log_p.exp_().scatter_add_(1, x, -torch.ones_like(x, dtype=log_p.dtype))
+                d_logits = log_p.exp_().scatter_add_(1, x, -torch.ones_like(x, dtype=log_p.dtype)).to(weight.dtype)
                 d_hidden[i : i + ROWS] = d_logits @ weight
                 d_weight += d_logits.T @ h
         ctx.save_for_backward(d_weight, d_hidden)
@@ -82,9 +84,9 @@ class Cache:
         return self.k[:, : self.n], self.v[:, : self.n]
 
 
-def compile_body(body):
+def compile_body(body, **how):
     """torch.compile a Transformer, around its attention: that one is a fused kernel already, of other sizes each time."""
     global attend_packed
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than going on uncompiled without a word
     attend_packed = torch.compiler.disable(attend_packed)
-    body.compile(dynamic=True)
+    body.compile(dynamic=True, **how)

@@ -38,7 +38,10 @@ def rotate(x, rope):
 
 
 def attend(q, k, v, allowed, dropout=0.0):
-    """Attention: q, k, v (B, L, H, d) -> (B, L, H, d). allowed[b, q, k]: may slot q look at slot k?"""
+    """Attention: q, k, v (B, L, H, d) -> (B, L, H, d). allowed[b, q, k]: may slot q look at slot k?
+
+    Or, for sequences that lie one behind the other: q, k, v (N, H, d), and allowed are their sizes.
+    """
     if not isinstance(allowed, torch.Tensor):
         return fast.attend_packed(q, k, v, allowed, dropout)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -102,7 +105,7 @@ class Transformer(nn.Module):
         """tokens (B, L), positions (B, L), allowed (B, L, L) bool -> hidden (B, L, D)[rows].
 
         allowed[b, q, k]: may slot q of sequence b look at slot k? `rows` is an index of the slots whose state is wanted:
-        in the last block the others give their keys and values, and no more. For sequences that lie one behind the other,
+        in the last block the others stop after the attention. For sequences that lie one behind the other,
         tokens and positions are (N,), and allowed is what `fast.attend_packed` calls sizes. With `caches`, one
         `fast.Cache` a block, the L slots continue those before, and allowed is (B, L, all so far).
         """
@@ -123,17 +126,17 @@ class Transformer(nn.Module):
 # ---------------------------------------------------------------- the methods
 
 
-def ac_mask(present, P, rows=slice(None)):
-    """present (B, P + T) -> allowed[b, q, k]: may slot q look at slot k? q in `rows`, k before their end.
+def ac_mask(present, P, queries=slice(None)):
+    """present (B, P + T) -> allowed[b, q, k]: may slot q look at slot k? q in `queries`, k before their end.
 
     Causal, and every token sees the copies. Copies see all copies and nothing else: any other key comes after them.
     Why copies at all: if x_1 could look at the known x_3 in its place, where it has already seen x_2, then in the
     second layer x_1 would learn what x_2 is before predicting it.
     """
     slots = torch.arange(present.size(1), device=present.device)
-    query, key = slots[rows, None], slots[: rows.stop]
+    query, key = slots[queries, None], slots[: queries.stop]
     allowed = (key <= query) | (key < P)  # AC-GPT in one line
-    padding = ~present[:, None, : rows.stop]  # sees itself alone, so that no row is without a key
+    padding = ~present[:, None, : queries.stop]  # sees itself alone, so that no row is without a key
     return allowed & ~(padding & (key != query))
 
 
@@ -197,7 +200,6 @@ class ConditionalModel(nn.Module):
     def training_loss(self, tokens, cond):
         """-> (sum of NLL over the trained tokens, in nats; their number)."""
         scored = self.trained_on(cond)
-        cond = cond & ~scored  # what is learnt is not known; it empties GPT's x_c
         hidden, targets = self.hidden(tokens, cond, scored), self.moved(tokens[scored])
         return fast.SummedNLL.apply(self.body.head, self.body.wte.weight, hidden, targets), len(targets)
 
@@ -233,7 +235,7 @@ class ConditionalModel(nn.Module):
         device = next(self.parameters()).device
         if device.type == "cuda":
             tensors = [x if x.is_cuda else x.pin_memory() for x in tensors]
-        tensors = [x.to(device, non_blocking=True) for x in tensors]
+        tensors = [x.to(device, non_blocking=device.type == "cuda") for x in tensors]
         return tensors if len(tensors) > 1 else tensors[0]
 
 

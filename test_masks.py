@@ -212,6 +212,25 @@ def test_generate_draws_from_what_is_scored():
             assert_close(drawn_from, final[:, t][~keep[:, t]], f"generating and scoring x_{t + 1}")
 
 
+def test_sums_are_float32():
+    """In bfloat16, log-probs and their sum are float32 still, and the gradients come."""
+    tokens, cond = random_queries()
+    model = small_model().bfloat16()
+    loss, n = model.training_loss(tokens, cond)
+    loss.backward()
+    exact = model.exact_nll(tokens, cond)
+    assert loss.dtype == exact.dtype == torch.float32 and abs(loss - exact.sum()) < 1e-3 * loss
+    assert exact.unique().numel() > 0.9 * n, "bfloat16 would have merged many of them"
+
+
+def test_both_attentions_drop():
+    """Copies alone, and the body alone."""
+    q = torch.randn(8, 2, 4)
+    for P, part in ((8, slice(0, 8)), (0, slice(0, 8)), (4, slice(0, 4)), (4, slice(4, 8))):
+        a, b = (fast.attend_packed(q, q, q, [(P, 8)], 0.5)[part] for _ in range(2))
+        assert not torch.equal(a, b), (P, part)
+
+
 def test_dropout_is_everywhere():
     """In the attention, the blocks and the embedding: with one at a time, training mode must be random."""
     tokens, cond = random_queries()
@@ -220,6 +239,13 @@ def test_dropout_is_everywhere():
         module = model.body.get_submodule(part)
         setattr(module, "dropout" if part.endswith("attn") else "p", 0.5)
         assert not torch.equal(nll(model, tokens, cond), nll(model, tokens, cond)), part
+    model = small_model().train()
+    for block in model.body.blocks:
+        block.drop.p = 1.0  # nothing of attention or MLP is left
+    slots = torch.cat([torch.full_like(tokens[:, :1], V - 1), tokens[:, :-1]], 1)
+    with torch.no_grad():
+        embedded = model.body.head(model.body.ln_f(model.body.wte(slots)))
+        assert_close(model.logits(tokens, cond)[..., :V], embedded[..., :V], "all dropped, and the embedding alone")
 
 
 def test_gpt_refuses_a_future():

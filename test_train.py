@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import checkpoint
+import fast
 import prepare_data
 import train
 from config import Config, UserError, parse
@@ -200,6 +201,12 @@ def test_micro_batches_are_of_equal_size(small, tmp_path):
     assert dealt < 0.3 * at_random, (dealt, at_random)
 
 
+def test_every_step_draws_its_own(small, tmp_path):
+    trainer, _ = trainer_of([*small, f"--out_dir={tmp_path}"])
+    (_, a), (_, b) = (train.draw_step(trainer.chunks, trainer.config, i) for i in (0, 1))
+    assert sorted(a.sum(1).tolist()) != sorted(b.sum(1).tolist())
+
+
 def test_an_epoch_sees_every_chunk_once(small, tmp_path):
     trainer, _ = trainer_of([*small, f"--out_dir={tmp_path}", "--batch_size=1", "--gradient_accumulation_steps=1"])
     n = len(trainer.chunks)
@@ -231,6 +238,23 @@ def test_not_finite_stops_without_overwriting(small, tmp_path, expect_refusal):
         ["not finite", "step 5", "untouched"], "train.py", *args, "--resume", "--learning_rate=1e30", "--grad_clip=0"
     )
     assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_compiled_is_the_same(small, tmp_path, monkeypatch):
+    """Traced, not translated; batches of many sizes, training and validation; no recompile limit is hit."""
+    monkeypatch.setattr(fast, "attend_packed", fast.attend_packed)  # compile_body changes it
+    found = []
+    for compiled in (False, True):
+        trainer, log = trainer_of(
+            [*small, "--max_iters=12", "--eval_interval=4", f"--out_dir={tmp_path / str(compiled)}"]
+        )
+        if compiled:
+            torch._dynamo.reset()
+            fast.compile_body(trainer.model.body, backend="eager")
+        trainer.fit(log)
+        found.append(losses(tmp_path / str(compiled)) | losses(tmp_path / str(compiled), "val"))
+    assert len(found[0]) == 12 and all(abs(found[0][i] - found[1][i]) < 1e-4 for i in found[0]), found
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_failed_compile_says_what_to_do(small, tmp_path, expect_refusal, monkeypatch):

@@ -189,7 +189,7 @@ class Trainer:
         while self.iter < config.max_iters and not self.stop:
             try:
                 loss = self.step()
-            except (RuntimeError, AssertionError) as e:
+            except Exception as e:
                 if not (config.compile and "torch._" in f"{type(e).__module__}"):
                     raise
                 why = str(e).splitlines()[0][:80]
