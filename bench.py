@@ -313,7 +313,8 @@ def data(config, vocab, rounds):
     """prepare_data.py's tokenising and writing, against tiktoken alone on all cores."""
     folder = Path(tempfile.mkdtemp())
     options = prepare_data.Options()
-    documents = next(prepare_data.sotu(options, None))[0]["train"]
+    splits = next(prepare_data.sotu(options, None))[0]
+    documents = [text for texts in splits.values() for text in texts]
     tokenizer = prepare_data.GPT2()
 
     def whole(i):
@@ -339,7 +340,7 @@ PARTS = {part.__name__: part for part in (train, memory, nll, sample, data)}
 @dataclass
 class Options:
     what: str = key("all", "which part", choices=("all", *PARTS))
-    rounds: int = key(5, "how often each measurement is repeated", low=1)
+    rounds: int = key(3, "how often each measurement is repeated", low=1)
 
 
 def main(argv):

@@ -1,7 +1,7 @@
 """State of the Union messages as GPT-2 BPE, a 30M-parameter model for one small GPU. Reproduces no table.
 
 First: python prepare_data.py sotu --tokenizer=gpt2
-Needs, estimated from FLOPs (2.8e15): a T4 five minutes, validation included; about 4 GB on the card. It has 1.9M tokens
+Needs, estimated from FLOPs (2.8e15): a T4 five minutes, validation included; about 2 GB on the card. It has 1.9M tokens
 only, so it overfits: best.pt, not the last step, is what counts.
 """
 
