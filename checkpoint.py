@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from baselines import METHODS
 from config import (
     FIXED,
     Config,
@@ -24,7 +25,7 @@ from config import (
     resolve_machine,
     whole_file,
 )
-from model import METHODS, Transformer
+from model import Transformer
 
 MACHINE = ("device", "dtype", "compile")  # keys that a checkpoint brings from where it was trained, and that stay there
 
@@ -35,7 +36,8 @@ def build(config, vocab_size, separator):
     if config.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # float32 products in TF32
     body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
-    return METHODS[config.method](body, bos=separator).to(config.device)
+    more = {"positions": config.sigma_positions} if config.method.startswith("sigma") else {}
+    return METHODS[config.method](body, bos=separator, **more).to(config.device)
 
 
 def autocast(config):

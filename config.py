@@ -34,6 +34,9 @@ def key(default, help, low=None, high=None, choices=None, fixed=None):
     return dataclasses.field(default=default, metadata=about)
 
 
+METHOD_NAMES = ("gpt", "ac_gpt", "sigma_temporal", "sigma_random", "mlm", "diffusion")
+
+
 @dataclass
 class Config:
     """The defaults are the paper's Small model and recipe, on the text that needs no download."""
@@ -44,7 +47,10 @@ class Config:
     data_dir: str = key("data", "folder of the prepared data sets")
     block_size: int = key(1024, "T, body tokens of a sequence", low=1, fixed="model")
     # method
-    method: str = key("ac_gpt", "what is trained", choices=("gpt", "ac_gpt"), fixed="model")
+    method: str = key("ac_gpt", "what is trained", choices=METHOD_NAMES, fixed="model")
+    sigma_positions: str = key(
+        "dual", "how sigma-GPT is told its two positions (baselines.py)", choices=("dual", "query"), fixed="model"
+    )
     law: str = key("training", "the law (distribution) of x_c in training, by its name in conditioning.py", fixed="run")
     r_min: float = key(0.0, "smallest share of known tokens", low=0, high=1, fixed="run")
     r_max: float = key(0.6, "largest share of known tokens", low=0, high=1, fixed="run")
@@ -71,6 +77,7 @@ class Config:
     # evaluation
     eval_interval: int = key(500, "steps between validations, each followed by a checkpoint", low=1)
     eval_sequences: int | None = key(None, "sequences of the evaluation set; None: the whole split", low=1)
+    mlm_sequences: int = key(40, "sequences on which MLM is evaluated, which takes a pass for each token", low=1)
     eval_seed: int = key(2026, "seed of the evaluation set, for every run the same", low=0, high=2**32 - 1, fixed="run")
     log_interval: int = key(10, "steps between progress lines", low=1)
     # machine

@@ -64,62 +64,90 @@ def batches(config, *tensors):
 
 
 @torch.no_grad()
-def nll_of(model, config, tokens, cond, desc):
-    """exact_nll over all questions, batch by batch: (n, T) on the CPU, 0 for known tokens."""
+def nll_of(model, config, tokens, cond, desc, generator=None):
+    """model.score over all questions, batch by batch: (n, T) on the CPU, 0 for known tokens."""
     parts = []
     # disable=None: no bar where nobody watches
     for x, c in tqdm(batches(config, tokens, cond), desc, leave=False, disable=None):
         with autocast(config):
-            parts.append(model.exact_nll(x, c).cpu().double())
+            parts.append(model.score(x, c, generator).cpu().double())
     return torch.cat(parts)
 
 
-def mean_and_error(nll, scored):
-    """(n, T), (n, T) -> mean over all scored tokens, and its standard error with sequences as the independent units."""
-    sums, counts = (nll * scored).sum(1), scored.sum(1)
+def mean_and_error(sums, counts):
+    """Of n sequences, (n,) each -> mean per token, and its standard error with sequences as the independent units."""
     n, mean = len(sums), (sums.sum() / counts.sum()).item()
     spread = (sums - mean * counts).square().sum().sqrt().item()  # the ratio estimator's
     return mean, spread * math.sqrt(n / (n - 1)) / counts.sum().item() if n > 1 else math.nan
 
 
-def statistics(nll, scored):
-    """nll in nats, scored (n, T) -> perplexity, its standard error, and how much they are over."""
-    mean, error = mean_and_error(nll, scored)
-    perplexity, tokens = math.exp(mean) if mean < 700 else math.inf, int(scored.sum())
-    return {"perplexity": perplexity, "stderr": perplexity * error, "tokens": tokens, "sequences": len(nll)}
+def statistics(sums, counts):
+    """The NLL of n sequences in nats and their scored tokens, (n,) each -> perplexity, its standard error, and over what."""
+    mean, error = mean_and_error(sums, counts)
+    perplexity, tokens = math.exp(mean) if mean < 700 else math.inf, int(counts.sum())
+    return {"perplexity": perplexity, "stderr": perplexity * error, "tokens": tokens, "sequences": len(sums)}
 
 
-def five_modes(model, config, questions):
-    """{mode: statistics} for the modes in which the model has a value, and {law: (gain, stderr)} of seeing the future.
+def five_modes(model, config, questions, draws):
+    """{mode: (sums of NLL, numbers of scored tokens)}, (n,) each, for the modes in which the model has a value.
 
-    Three passes give five modes: without the future, a token's NLL is that of the unconditional pass. The gain, in bits
-    per token, is paired, sequence by sequence; so its error is far smaller than that of either perplexity.
+    From left to right (draws = 0) three passes give five modes: without the future, a token's NLL is that of the
+    unconditional pass. Random draws have no such reading: their chains condition on later tokens.
     """
-    nothing_known = torch.zeros_like(questions.tokens, dtype=torch.bool)
-    blind = nll_of(model, config, questions.tokens, nothing_known, "unconditional")
-    modes, gain = {}, {}
+    tokens, modes = questions.tokens, {}
+    nothing_known = torch.zeros_like(tokens, dtype=torch.bool)
+
+    def nll(cond, name):
+        if not draws:
+            return nll_of(model, config, tokens, cond, name)
+        generators = [torch.Generator().manual_seed(config.eval_seed + i) for i in range(draws)]
+        return sum(nll_of(model, config, tokens, cond, name, generator) for generator in generators) / draws
+
+    blind = nll(nothing_known, "unconditional")
     for name, mode in modes_with(config.law).items():
         cond = questions.cond[mode.law] if mode.law else nothing_known
-        if not mode.future:
-            modes[name] = statistics(blind, ~cond)
-        elif model.can_condition_on(cond):
-            seeing = nll_of(model, config, questions.tokens, cond, name)
-            modes[name] = statistics(seeing, ~cond)
-            gain[name] = [x / math.log(2) for x in mean_and_error(blind - seeing, ~cond)]
-    return modes, gain
+        if mode.future and model.can_condition_on(cond):
+            modes[name] = (nll(cond, name).sum(1), (~cond).sum(1))
+        elif not mode.future and (mode.law is None or not draws):
+            modes[name] = ((blind * ~cond).sum(1), (~cond).sum(1))
+    return modes
 
 
 def evaluate(config, state, questions, split):
-    """All that there is to say about one run on one split, as it goes into its JSON file."""
-    modes, gain = five_modes(restore(config, state), config, questions)
-    result = {
-        "run": config.out_dir, "split": split, "method": config.method, "law": config.law, "r_max": config.r_max,
-        "eval_seed": config.eval_seed, "evaluation_set": questions.hash, "checkpoint": Path(state["path"]).name,
-        "iter": state["iter"], "commit": git_commit(), "config": asdict(config), "modes": modes, "gain_bits": gain,
-    }  # fmt: skip
-    with whole_file(Path(config.out_dir) / f"eval_{split}_r{config.r_max:g}.json", "w") as file:
-        json.dump(result, file, indent=1)
-    return result
+    """All that there is to say about one run on one split -> a list of results, each of which is a JSON file too.
+
+    A method has one way to be scored, or several (sigma-GPT's orders). MLM takes a pass for each token, so it answers the
+    first `mlm_sequences` questions only.
+    """
+    model, results = restore(config, state), []
+    n = config.mlm_sequences if config.method == "mlm" else len(questions.tokens)
+    asked = EvaluationSet(questions.tokens[:n], {name: cond[:n] for name, cond in questions.cond.items()})
+    for reading, draws in model.readings:
+        modes = five_modes(model, config, asked, draws)
+        result = {
+            "run": config.out_dir, "split": split, "method": config.method, "order": reading, "draws": draws, "bound": model.bound,
+            "law": config.law, "r_max": config.r_max, "eval_seed": config.eval_seed, "evaluation_set": questions.hash,
+            "checkpoint": Path(state["path"]).name, "iter": state["iter"], "commit": git_commit(), "config": asdict(config),
+            "modes": {name: {**statistics(*mode), "nll": mode[0].tolist(), "scored": mode[1].tolist()} for name, mode in modes.items()},
+        }  # fmt: skip
+        name = f"eval_{split}_r{config.r_max:g}{'_' * bool(reading)}{reading.replace(' ', '_')}.json"
+        with whole_file(Path(config.out_dir) / name, "w") as file:
+            json.dump(result, file)
+        results.append(result)
+    return results
+
+
+def first(result, mode, n):
+    """(sums, counts) of the first n sequences of a result in a mode."""
+    return tuple(torch.tensor(result["modes"][mode][name][:n], dtype=torch.float64) for name in ("nll", "scored"))
+
+
+def gain_bits(result, law, n):
+    """What seeing the future saves, in bits per token, and its standard error; paired, sequence by sequence, so that this is
+    far smaller than that of either perplexity.
+    """
+    (seeing, counts), (blind, _) = first(result, law, n), first(result, f"{law}_no_future", n)
+    return [x / math.log(2) for x in mean_and_error(blind - seeing, counts)]
 
 
 def git_commit():
@@ -138,28 +166,43 @@ TITLES = {"training": "training distribution"}
 
 
 def table(results):
-    """The runs side by side, perplexity +- standard error; for byte models bits per byte beside it."""
+    """The results side by side, perplexity +- standard error; for byte models bits per byte beside it.
+
+    Where some answered fewer questions, a second table compares all of them on those.
+    """
+    counts = sorted({result["modes"]["unconditional"]["sequences"] for result in results})
+    tables = [table_of([r for r in results if r["modes"]["unconditional"]["sequences"] >= n], n) for n in counts[::-1]]
+    tables[1:] = [f"on the first {n} sequences:\n\n{text}" for n, text in zip(counts[-2::-1], tables[1:])]
+    return "\n\n".join(tables)
+
+
+def table_of(results, n):
+    """One table, of the first n sequences."""
     of_bytes = results[0]["config"]["tokenizer"] == "bytes"
-    names = [Path(r["run"]).name for r in results]
+    names = [Path(r["run"]).name + f", {r['order']}" * bool(r["order"]) for r in results]
     width = max(28, *(len(name) + 2 for name in names))
 
     def line(title, tokens, cells):
         return (f"{title:23}{tokens:>9}" + "".join(f"{cell:>{width}}" for cell in cells)).rstrip()
 
+    def cell(result, found):
+        text = "<= " * result["bound"] + f"{found['perplexity']:.3f} +- {found['stderr']:.3f}"
+        return text + f" ({math.log2(found['perplexity']):.3f})" * of_bytes
+
     lines = [line("", "", names), line("", "tokens", ["perplexity" + " (bits per byte)" * of_bytes] * len(results))]
     modes = list(dict.fromkeys(mode for law in [r["law"] for r in results] for mode in modes_with(law)))
     for mode in sorted(modes, key=lambda mode: modes.index(mode.removesuffix("_no_future"))):  # pairs stand together
         title = "  without the future" if mode.endswith("_no_future") else TITLES.get(mode, mode)
-        found = [r["modes"].get(mode) for r in results]
-        cells = [f"{m['perplexity']:.3f} +- {m['stderr']:.3f}" if m else "-" for m in found]
-        if of_bytes:
-            cells = [cell + f" ({math.log2(m['perplexity']):.3f})" if m else cell for cell, m in zip(cells, found)]
-        lines.append(line(title, next((m["tokens"] for m in found if m), "-"), cells))
+        found = [statistics(*first(r, mode, n)) if mode in r["modes"] else None for r in results]
+        tokens = {f["tokens"] for f in found if f}
+        assert len(tokens) <= 1, f"{mode}: the runs are scored on {sorted(tokens)} tokens"
+        lines.append(line(title, *(tokens or "-"), [cell(r, f) if f else "-" for r, f in zip(results, found)]))
     lines += ["", line("saved by the future", "", ["bits per token"] * len(results))]
     for mode in modes:
-        found = [r["gain_bits"].get(mode) for r in results]
+        found = [{mode, f"{mode}_no_future"} <= set(r["modes"]) for r in results]
         if any(found):
-            cells = [f"{gain[0]:.4f} +- {gain[1]:.4f}" if gain else "-" for gain in found]
+            gains = [gain_bits(r, mode, n) if f else None for r, f in zip(results, found)]
+            cells = [f"{gain[0]:.4f} +- {gain[1]:.4f}" if gain else "-" for gain in gains]
             lines.append(line(f"  {TITLES.get(mode, mode)}", "", cells))
     return "\n".join(lines)
 
@@ -234,7 +277,7 @@ def main(argv):
     if len({q.hash for q in questions}) > 1:
         fix = "give one --r_max for all, and runs of one data set, tokenizer and block_size"
         raise UserError(f"these runs would be asked different questions: {fix}")
-    results = [evaluate(*run, asked, options.split) for run, asked in zip(runs, questions)]
+    results = [result for run, asked in zip(runs, questions) for result in evaluate(*run, asked, options.split)]
     (config, _), (n, T) = runs[0], questions[0].tokens.shape
     about = f"{config.dataset}, {options.split}: {n} sequences of {T} tokens"
     print(f"{about}, r_max {config.r_max:g}, evaluation set {questions[0].hash}\n\n{table(results)}")

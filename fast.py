@@ -27,10 +27,11 @@ def attend_packed(q, k, v, sizes, dropout=0.0):
     y = []
     for (P, L, n), qkv in zip(groups, qkv_of_groups):
         q, k, v = (x.unflatten(0, (n, L)).transpose(1, 2) for x in qkv)  # (n, H, L, d)
-        mixed = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
+        if P < L:
+            mixed = F.scaled_dot_product_attention(q, k, v, None, dropout, is_causal=True)
         if P > 0:
             copies = F.scaled_dot_product_attention(q[:, :, :P], k[:, :, :P], v[:, :, :P], None, dropout)
-            mixed = torch.cat([copies, mixed[:, :, P:]], 2)
+            mixed = torch.cat([copies, mixed[:, :, P:]], 2) if P < L else copies
         y.append(mixed.transpose(1, 2).flatten(0, 1))
     return torch.cat(y)
 
@@ -39,21 +40,22 @@ ROWS = 1024  # so many rows of logits exist at a time
 
 
 class SummedNLL(torch.autograd.Function):
-    """The sum of -log p(targets) in nats: hidden (n, D), targets (n,) -> scalar, float32 or better.
+    """The sum of scale * -log p(targets) in nats: hidden (n, D), targets (n,), scale (n,) -> scalar, float32 or better.
 
     head(hidden) are the logits, weight (V, D) the matrix by which it makes them. Their gradient, softmax - one-hot, is
     carried back at once, ROWS rows at a time.
     """
 
     @staticmethod
-    def forward(ctx, head, weight, hidden, targets):
+    def forward(ctx, head, weight, hidden, targets, scale):
         total, d_weight, d_hidden = 0.0, torch.zeros_like(weight), torch.empty_like(hidden)
         for i in range(0, len(hidden), ROWS):
-            h, x = hidden[i : i + ROWS], targets[i : i + ROWS, None]
+            h, x, s = hidden[i : i + ROWS], targets[i : i + ROWS, None], scale[i : i + ROWS, None]
             log_p = at_least_float32(head(h)).log_softmax(-1)
-            total -= log_p.gather(1, x).sum()
+            total -= (s * log_p.gather(1, x)).sum()
             if ctx.needs_input_grad[2]:  # not when validating
-                d_logits = log_p.exp_().scatter_add_(1, x, -torch.ones_like(x, dtype=log_p.dtype)).to(weight.dtype)
+                d_logits = log_p.exp_().scatter_add_(1, x, -torch.ones_like(x, dtype=log_p.dtype))
+                d_logits = d_logits.mul_(s).to(weight.dtype)
                 d_hidden[i : i + ROWS] = d_logits @ weight
                 d_weight += d_logits.T @ h
         ctx.save_for_backward(d_weight, d_hidden)
@@ -62,7 +64,7 @@ class SummedNLL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         d_weight, d_hidden = ctx.saved_tensors
-        return None, d_weight.mul_(grad), d_hidden.mul_(grad), None
+        return None, d_weight.mul_(grad), d_hidden.mul_(grad), None, None
 
 
 def at_least_float32(x):

@@ -55,9 +55,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(n_embd, 3 * n_embd)
         self.proj = nn.Linear(n_embd, n_embd)
 
-    def forward(self, x, rope, allowed, rows, cache):
+    def forward(self, x, ropes, allowed, rows, cache):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)  # (..., L, H, d) each
-        q, k = rotate(q, rope), rotate(k, rope)
+        q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
         if cache is not None:
             k, v = cache.append(k, v)
         y = attend(q, k, v, allowed, self.dropout if self.training else 0.0)
@@ -76,8 +76,8 @@ class Block(nn.Module):
         self.proj = nn.Linear(4 * n_embd, n_embd)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x, rope, allowed, rows=..., cache=None):
-        x = x[rows] + self.drop(self.attn(self.ln_1(x), rope, allowed, rows, cache))
+    def forward(self, x, ropes, allowed, rows=..., cache=None):
+        x = x[rows] + self.drop(self.attn(self.ln_1(x), ropes, allowed, rows, cache))
         return x + self.drop(self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh")))
 
 
@@ -109,12 +109,17 @@ class Transformer(nn.Module):
         tokens and positions are (N,), and allowed is what `fast.attend_packed` calls sizes. With `caches`, one
         `fast.Cache` a block, the L slots continue those before, and allowed is (B, L, all so far).
         """
-        rope = rotary(positions, self.d)
+        ropes = self.ropes(positions)
         x = self.drop(self.wte(tokens))
         caches = caches or [None] * len(self.blocks)
         for block, cache in zip(self.blocks[:-1], caches):
-            x = block(x, rope, allowed, cache=cache)
-        return self.ln_f(self.blocks[-1](x, rope, allowed, rows, caches[-1]))
+            x = block(x, ropes, allowed, cache=cache)
+        return self.ln_f(self.blocks[-1](x, ropes, allowed, rows, caches[-1]))
+
+    def ropes(self, positions):
+        """The rotary angles of queries and of keys."""
+        rope = rotary(positions, self.d)
+        return rope, rope
 
     def head(self, hidden):
         """hidden (..., D) -> logits (..., V) with the input embedding as weights; V includes the filling, at -inf."""
@@ -155,17 +160,27 @@ class ConditionalModel(nn.Module):
         """-> tokens, positions, present (B, P + T), as `augment` returns them: what the body sees."""
         raise NotImplementedError
 
-    def hidden(self, tokens, cond, scored):
-        """-> (scored.sum(), D): the states that predict the tokens in `scored`, none of which depends on x_e from there on.
+    def hidden(self, tokens, cond, scored, generator=None):
+        """-> (scored.sum(), D): the states that predict the tokens in `scored`, none of which depends on x_e from there on."""
+        return self.states(*self.arrange(tokens, cond), scored)
 
-        The sequences go through the body one behind the other, without their padding.
+    def states(self, tokens, positions, present, scored):
+        """Of the last T slots those in `scored` (B, T), through the body -> (scored.sum(), D).
+
+        The sequences go through it one behind the other, without their padding.
         """
-        T = tokens.size(1)
-        tokens, positions, present = self.arrange(tokens, cond)
+        T = scored.size(1)
         sizes = [(L - T, L) for L in present.sum(1).tolist()]
         rows = F.pad(scored, (tokens.size(1) - T, 0))[present].nonzero()[:, 0]
         tokens, positions, rows = self.moved(tokens[present], positions[present], rows)
         return self.body(tokens, positions, sizes, rows)
+
+    readings = (("", 0),)  # ways to score it: (name, random draws of which the mean is taken; 0: exact, left to right)
+    bound = False  # is a score only an upper bound of the NLL?
+
+    def score(self, tokens, cond, generator=None):
+        """What evaluation sums up, (B, T), 0 for known tokens: exact_nll, or a random draw of it or of its bound."""
+        return self.exact_nll(tokens, cond, generator=generator)
 
     def can_condition_on(self, cond):
         """Has the method a p(x_e | x_c) for these x_c at all?"""
@@ -175,7 +190,7 @@ class ConditionalModel(nn.Module):
         """-> (B, T, V): predictions of x_1 .. x_T, each given x_c and the tokens before it."""
         return self.body.head(self.hidden(tokens, cond, torch.ones_like(cond))).unflatten(0, cond.shape)
 
-    def exact_nll(self, tokens, cond, scored=None):
+    def exact_nll(self, tokens, cond, scored=None, generator=None):
         """-log p(x_t | x_c, earlier tokens) in nats, (B, T), 0 outside `scored` (B, T) bool, by default all of x_e.
 
         Its sum over x_e is -log p(x_e | x_c). Only the scored rows go through the vocabulary head. ValueError for x_c
@@ -186,7 +201,7 @@ class ConditionalModel(nn.Module):
                 f"{type(self).__name__} has no p(x_e | x_c) for such x_c: leave it empty and pass `scored`"
             )
         scored = ~cond if scored is None else scored
-        hidden, targets = self.hidden(tokens, cond, scored), self.moved(tokens[scored])
+        hidden, targets = self.hidden(tokens, cond, scored, generator), self.moved(tokens[scored])
         parts = zip(hidden.split(fast.ROWS), targets.split(fast.ROWS))
         nll = torch.cat(
             [F.cross_entropy(fast.at_least_float32(self.body.head(h)), x, reduction="none") for h, x in parts]
@@ -197,15 +212,23 @@ class ConditionalModel(nn.Module):
         """-> (B, T) bool: the tokens whose loss is trained."""
         return ~cond
 
-    def training_loss(self, tokens, cond):
+    def training_loss(self, tokens, cond, generator=None):
         """-> (sum of NLL over the trained tokens, in nats; their number)."""
         scored = self.trained_on(cond)
-        hidden, targets = self.hidden(tokens, cond, scored), self.moved(tokens[scored])
-        return fast.SummedNLL.apply(self.body.head, self.body.wte.weight, hidden, targets), len(targets)
+        loss = self.summed_nll(tokens, cond, scored, torch.ones(cond.shape), generator)
+        return loss, scored.sum()
 
-    def forward(self, tokens, cond):
+    def summed_nll(self, tokens, cond, scored, scale, generator):
+        """The sum of scale * NLL over `scored`, both (B, T)."""
+        hidden, targets, scale = (
+            self.hidden(tokens, cond, scored, generator),
+            *self.moved(tokens[scored], scale[scored]),
+        )
+        return fast.SummedNLL.apply(self.body.head, self.body.wte.weight, hidden, targets, scale)
+
+    def forward(self, *args):
         """training_loss, so that DistributedDataParallel can wrap it."""
-        return self.training_loss(tokens, cond)
+        return self.training_loss(*args)
 
     @torch.no_grad()
     def generate(self, tokens, cond, pick, generator=None, forced=None):
@@ -217,7 +240,11 @@ class ConditionalModel(nn.Module):
         """
         keep = cond if forced is None else cond | forced
         tokens = tokens.masked_fill(~keep, self.bos)
-        slots, positions, present = self.moved(*self.arrange(tokens, cond))
+        return self.fill(*self.arrange(tokens, cond), tokens, keep, pick)
+
+    def fill(self, slots, positions, present, tokens, keep, pick):
+        """Of the last T slots each predicts a token (B, T), which goes into the next slot; those in `keep` stay."""
+        slots, positions, present = self.moved(slots, positions, present)
         P = slots.size(1) - tokens.size(1)
         caches = [fast.Cache(slots.size(1)) for _ in self.body.blocks]
         start, tokens, kept = 0, *self.moved(tokens, keep)
@@ -258,6 +285,3 @@ class ACGPT(ConditionalModel):
 
     def arrange(self, tokens, cond):
         return augment(tokens, cond, self.bos)
-
-
-METHODS = {"gpt": GPT, "ac_gpt": ACGPT}

@@ -55,11 +55,15 @@ def show(tokenizer, ids, known):
 
 
 def generate(model, config, options, tokens, cond, forced=None):
-    """model.generate for options.n copies of one question, each of shape (T,) -> (n, T) on the CPU."""
+    """model.generate for options.n copies of one question, each of shape (T,) -> (n, T) on the CPU.
+
+    Each method decodes in its own way; but sigma-GPT takes what is forced from left to right.
+    """
     copies = [None if x is None else x.expand(options.n, -1) for x in (tokens, cond, forced)]
     pick = sampler(config.device, options.temperature, options.top_p, options.seed)
     with autocast(config):
-        return model.generate(copies[0], copies[1], pick, forced=copies[2]).cpu()
+        generator = torch.Generator().manual_seed(options.seed) if forced is None or model.bound else None
+        return model.generate(copies[0], copies[1], pick, generator, copies[2]).cpu()
 
 
 def fill(model, config, options, tokenizer):
@@ -102,9 +106,9 @@ def show_modes(model, config, options, tokenizer):
     for name, mode in MODES.items():
         known = questions.cond[mode.law][0] if mode.law else prompt
         cond = known if mode.future else torch.zeros_like(known)
-        if not model.can_condition_on(cond[None]):
+        if not model.can_condition_on(cond[None]) or (model.bound and mode.law and not mode.future):
             continue
-        for row in generate(model, config, options, tokens, cond, known):
+        for row in generate(model, config, options, tokens, cond, None if mode.future else known):
             print(f"--- {name.replace('_', ' ')}\n{show(tokenizer, row, known)}\n", flush=True)
 
 

@@ -351,7 +351,7 @@ class Broken(M.ACGPT):
     def rows(self, hidden, T):
         return hidden[:, -T:]
 
-    def hidden(self, tokens, cond, scored):
+    def hidden(self, tokens, cond, scored, generator=None):
         T = tokens.size(1)
         tokens, positions, present = self.arrange(tokens, cond)
         P = tokens.size(1) - T
@@ -363,7 +363,7 @@ class Broken(M.ACGPT):
 class CopiesOmitted(M.ACGPT):
     """Everybody looks at the known tokens in their places instead."""
 
-    def hidden(self, tokens, cond, scored):
+    def hidden(self, tokens, cond, scored, generator=None):
         body, positions, _ = augment(tokens, torch.zeros_like(cond), self.bos)
         known = torch.cat([torch.zeros_like(cond[:, :1]), cond[:, :-1]], 1)
         causal = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()

@@ -50,7 +50,8 @@ def test_perplexity_by_hand(trained):
     """From single tokens, one sequence at a time: no mean of means anywhere."""
     model, config, _ = open_run(trained, {})
     questions = evaluate.evaluation_set(config, "val")
-    modes, gain = evaluate.five_modes(model, config, questions)
+    (result,) = evaluate.evaluate(config, checkpoint.load(trained / "best.pt"), questions, "val")
+    modes = result["modes"]
     for name, mode in MODES.items():
         total = count = 0
         for i in range(8):
@@ -64,7 +65,58 @@ def test_perplexity_by_hand(trained):
             and modes[name]["tokens"] == count
         )
     difference = math.log2(modes["training_no_future"]["perplexity"] / modes["training"]["perplexity"])
-    assert math.isclose(gain["training"][0], difference, abs_tol=1e-9)
+    assert math.isclose(evaluate.gain_bits(result, "training", 8)[0], difference, abs_tol=1e-9)
+    first = [(modes["training"]["nll"][i], modes["training"]["scored"][i]) for i in range(3)]
+    some = evaluate.statistics(*evaluate.first(result, "training", 3))
+    assert some["tokens"] == sum(n for _, n in first) and some["sequences"] == 3
+    assert math.isclose(some["perplexity"], math.exp(sum(x for x, _ in first) / some["tokens"]))
+
+
+ALL, SEEN = set(MODES), {"unconditional", "infilling", "training"}
+
+
+@pytest.mark.parametrize(
+    "method, files",
+    [
+        ("gpt", {"": {"unconditional", "infilling_no_future", "training_no_future"}}),
+        ("sigma_temporal", {"": ALL}),
+        ("sigma_random", {"_left_to_right": ALL, "_random_order": SEEN}),
+        ("mlm", {"": ALL}),
+        ("diffusion", {"_bound": SEEN}),
+    ],
+)
+def test_every_method(small, tmp_path, trained, command, method, files):
+    """Training, resuming, the five modes at two batch sizes, all kinds of samples."""
+    folder = tmp_path / method
+    args = [*small, f"--method={method}", f"--out_dir={folder}", "--eval_interval=2"]
+    assert command("train.py", *args, "--max_iters=2")[0] == 0
+    assert command("train.py", *args, "--max_iters=4", "--resume")[0] == 0
+    found = []
+    for batch in (1, 8):
+        code, out, err = command("evaluate.py", folder, trained, f"--batch_size={batch}", "--mlm_sequences=3")
+        assert code == 0 and ("<= " in out) == (method == "diffusion"), err
+        assert ("on the first 3 sequences" in out) == (method == "mlm") and out.count("unconditional") == 1 + (
+            method == "mlm"
+        )
+        found.append({name: json.loads((folder / f"eval_val_r0.6{name}.json").read_text()) for name in files})
+    assert len(list(folder.glob("eval_*.json"))) == len(files)
+    for name, modes in files.items():
+        a, b = (result[name]["modes"] for result in found)
+        assert set(a) == modes
+        for mode in modes:
+            assert math.isclose(a[mode]["perplexity"], b[mode]["perplexity"], rel_tol=1e-5), mode
+            counts = (
+                modes_of(trained)["modes"][mode]["scored"][:3]
+                if method == "mlm"
+                else modes_of(trained)["modes"][mode]["scored"]
+            )
+            assert a[mode]["scored"] == counts, "every method is scored on the same tokens"
+    code, out, _ = command("sample.py", folder)
+    assert code == 0 and out.count("---") == len(files.get("", ALL if method == "sigma_random" else SEEN))
+    code, out, _ = command("sample.py", folder, "--text", "The ____4 sheep ____2", "--n=2")
+    assert code == 0 and out.count("[[") == 4
+    code, out, _ = command("sample.py", folder, "--prompt", "The ", "--max_new_tokens=5")
+    assert code == 0 and out.startswith("The [[")
 
 
 def test_same_figures_at_any_batch_size(trained, command):
@@ -81,14 +133,15 @@ def test_standard_error_against_the_bootstrap():
     g = torch.Generator().manual_seed(0)
     scored = torch.rand(300, 20, generator=g) < torch.rand(300, 1, generator=g)
     nll = (torch.rand(300, 20, generator=g) + torch.rand(300, 1, generator=g)).double()  # sequences differ
-    found = evaluate.statistics(nll, scored)
+    sums, counts = (nll * scored).sum(1), scored.sum(1)
+    found = evaluate.statistics(sums, counts)
     again = []
     for _ in range(2000):
         chosen = torch.randint(300, (300,), generator=g)
         again.append(((nll * scored)[chosen].sum() / scored[chosen].sum()).exp().item())
     assert math.isclose(found["stderr"], torch.tensor(again).std().item(), rel_tol=0.1)
-    assert math.isnan(evaluate.statistics(nll[:1], scored[:1])["stderr"]), "one sequence tells nothing of the spread"
-    assert evaluate.statistics(nll * 1e6, scored)["perplexity"] == math.inf
+    assert math.isnan(evaluate.statistics(sums[:1], counts[:1])["stderr"]), "one sequence tells nothing of the spread"
+    assert evaluate.statistics(sums * 1e6, counts)["perplexity"] == math.inf
 
 
 def test_side_by_side(trained, small, tmp_path, command, expect_refusal):
@@ -304,7 +357,7 @@ def test_from_text_to_filled_blank(tmp_path):
 
 
 LAYERS = (
-    ("config", "conditioning", "prepare_data", "fast"), ("model",), ("checkpoint",), ("evaluate",), ("train", "sample"), ("bench",)
+    ("config", "conditioning", "prepare_data", "fast"), ("model",), ("baselines",), ("checkpoint",), ("evaluate",), ("train", "sample"), ("bench",)
 )  # fmt: skip
 
 

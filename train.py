@@ -107,10 +107,10 @@ class Trainer:
         dist.all_reduce(value)
         return value.item()
 
-    def loss(self, model, tokens, cond):
-        """Summed NLL of a micro-batch."""
+    def loss(self, model, tokens, cond, *seed):
+        """Summed NLL of a micro-batch. The seed is for methods that draw orders or masks."""
         with checkpoint.autocast(self.config):
-            return model(tokens, cond)[0]
+            return model(tokens, cond, torch.Generator().manual_seed(seed_for(*seed)))[0]
 
     def step(self):
         """One optimizer step -> its loss, in nats per trained token. The gradient is that of this very figure."""
@@ -126,7 +126,7 @@ class Trainer:
         for i, (x, c) in enumerate(micro_batches):
             wait = self.world > 1 and i + 1 < len(micro_batches)
             with self.wrapped.no_sync() if wait else contextlib.nullcontext():
-                part = self.loss(self.wrapped, x, c)
+                part = self.loss(self.wrapped, x, c, config.seed, self.iter, i * self.world + self.rank, 1)
                 self.scaler.scale(part * self.world / n_trained).backward()  # DDP takes the mean over processes
             nll += part.detach()
         self.ahead = draw_step(self.chunks, config, self.iter + 1)  # while a GPU is still at work
@@ -150,7 +150,8 @@ class Trainer:
         """The training loss on the evaluation set, without dropout, in nats per token."""
         self.model.eval()
         tokens, cond = self.questions.tokens, self.questions.cond[self.config.law]
-        nll = sum(self.loss(self.model, x, c) for x, c in batches(self.config, tokens, cond)[self.rank :: self.world])
+        parts = list(enumerate(batches(self.config, tokens, cond)))[self.rank :: self.world]
+        nll = sum(self.loss(self.model, x, c, self.config.eval_seed, i) for i, (x, c) in parts)
         return self.total(nll) / self.model.trained_on(cond).sum().item()
 
     def save(self, name, **more):
