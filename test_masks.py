@@ -2,7 +2,7 @@
 
     pytest test_masks.py
     python test_masks.py --device=cuda --dtype=bfloat16      without pytest, on any device
-    python test_masks.py --show                              draw the mask of a seven-token example, also as a PNG
+    python test_masks.py --show                              draw all methods on seven tokens, also as PNGs
     python test_masks.py --run=out/tiny-ac_gpt-r0.6-s1337    leak check on a trained model
 
 The reference below shares no code with model.py: plain loops over tokens, its own attention, complex numbers for RoPE.
@@ -18,6 +18,7 @@ import torch
 
 import fast
 import model as M
+from baselines import METHODS
 from bench import Naive
 from checkpoint import open_run
 from conditioning import augment
@@ -466,58 +467,87 @@ def check_trained(folder):
     assert use > 0.1, "the model ignores known tokens of the future"
 
 
-def seven_tokens():
-    """(labels of slots, what each predicts, allowed (L, L)) for x_1..x_7 with x_c = {x_2, x_5, x_6}."""
+def seven_tokens(name):
+    """What the body gets in a training step on x1..x7 with x_c = {x2, x5, x6}.
+
+    -> (names of the slots, what each predicts, allowed (L, L), number of copies).
+    """
+    model, seen = small_model(METHODS[name]).cpu().float(), {}
+
+    def forward(tokens, positions, sizes, rows):
+        seen.update(tokens=tokens, positions=positions, sizes=sizes, rows=rows)
+        return torch.zeros(len(rows), 16)
+
+    model.body.forward = forward
     cond = torch.tensor([[False, True, False, False, True, True, False]])
-    _, positions, present = augment(torch.zeros(1, 7, dtype=torch.long), cond, 0)
-    P = int(cond.sum())
-    labels = [f"x{i}'" for i in positions[0, :P].tolist()] + ["BOS"] + [f"x{i}" for i in range(1, 7)]
-    predicts = [""] * P + ["" if known else f"x{i + 1}" for i, known in enumerate(cond[0].tolist())]
-    return labels, predicts, M.ac_mask(present, P)[0]
+    model.training_loss(torch.zeros_like(cond).long(), cond, torch.Generator().manual_seed(4))
+    ((P, L),) = seen["sizes"]
+    own, target = (
+        seen["positions"].unbind(-1) if name.startswith("sigma") else (seen["positions"], seen["positions"] + 1)
+    )
+    own, target = own.tolist(), (own if P == L else target).tolist()  # a bidirectional model predicts in place
+    masked = (seen["tokens"] == V).tolist()
+    copies = P if P < L else 0
+    names = [
+        "BOS" if place == 0 else "MASK" if masked[i] else f"x{place}'" if i < copies else f"x{place}"
+        for i, place in enumerate(own)
+    ]
+    rows = set(seen["rows"].tolist())
+    slot = torch.arange(L)
+    allowed = (slot <= slot[:, None]) | (slot < P)
+    return names, [f"x{target[i]}" if i in rows else "" for i in range(L)], allowed, copies
+
+
+def draw(axes, name, names, predicts, allowed, copies):
+    from matplotlib.colors import ListedColormap
+
+    L, shade = len(names), allowed.int().numpy().copy()
+    shade[:, :copies] *= 2
+    math_names = [rf"$\bar{{x}}_{n[1]}$" if "'" in n else rf"$x_{n[1]}$" if n[0] == "x" else n for n in names]
+    axes.imshow(shade, cmap=ListedColormap(["#f2f2f2", "#4c78a8", "#f58518"]), vmin=0, vmax=2)
+    axes.set_xticks(range(L), [n.replace("MASK", "M").replace("BOS", "B") for n in math_names])
+    axes.set_yticks(range(L), math_names)
+    axes.xaxis.tick_top()
+    for ticks in (axes.set_xticks, axes.set_yticks):
+        ticks(np.arange(L + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=2)
+    axes.tick_params(which="both", length=0)
+    if copies:
+        axes.axhline(copies - 0.5, color="black", linewidth=1.2)
+        axes.axvline(copies - 0.5, color="black", linewidth=1.2)
+    for row, target in enumerate(predicts):
+        axes.text(L, row, rf"$\to x_{target[1]}$" if target else "", va="center", fontsize=12)
+    axes.set_title(name, pad=28)
 
 
 def show():
-    """Print the mask, and draw it into results/ac_gpt_mask.png."""
-    labels, predicts, allowed = seven_tokens()
-    print("AC-GPT on x1..x7 with x_c = {x2, x5, x6}. Row: who looks. Column: at whom. x2' is the copy of x2.\n")
-    print("      " + "".join(f"{label:>4}" for label in labels) + "   predicts")
-    for label, target, row in zip(labels, predicts, allowed.tolist()):
-        print(f"{label:>6}" + "".join(f"{'#' if may else '.':>4}" for may in row) + f"   {target}")
+    """Print who sees whom in each method, and draw it into results/ac_gpt_mask.png and results/masks.png."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    from matplotlib.colors import ListedColormap
 
-    P = sum(label.endswith("'") for label in labels)
-    names = [
-        rf"$\bar{{x}}_{label[1]}$" if "'" in label else "BOS" if label == "BOS" else f"$x_{label[1]}$"
-        for label in labels
-    ]
-    shade = allowed.int().numpy().copy()
-    shade[:, :P] *= 2
+    print("x1..x7 with x_c = {x2, x5, x6}. Row: who looks. Column: at whom. x2' is the copy of x2.")
+    figure, panels = plt.subplots(2, 3, figsize=(15, 10.5))
+    for name, axes in zip(METHODS, panels.flat):
+        names, predicts, allowed, copies = seven_tokens(name)
+        print(f"\n{name}\n      " + "".join(f"{label:>5}" for label in names) + "   predicts")
+        for label, target, row in zip(names, predicts, allowed.tolist()):
+            print(f"{label:>6}" + "".join(f"{'#' if may else '.':>5}" for may in row) + f"   {target}".rstrip())
+        draw(axes, name, names, predicts, allowed, copies)
+    figure.tight_layout()
+    figure.savefig("results/masks.png", dpi=80)
     figure, axes = plt.subplots(figsize=(6.2, 5.2))
-    axes.imshow(shade, cmap=ListedColormap(["#f2f2f2", "#4c78a8", "#f58518"]), vmin=0, vmax=2)
-    axes.set_xticks(range(len(labels)), names)
-    axes.set_yticks(range(len(labels)), names)
-    axes.xaxis.tick_top()
-    axes.set_xticks(np.arange(len(labels) + 1) - 0.5, minor=True)
-    axes.set_yticks(np.arange(len(labels) + 1) - 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=2)
-    axes.tick_params(which="both", length=0)
-    axes.axhline(P - 0.5, color="black", linewidth=1.2)
-    axes.axvline(P - 0.5, color="black", linewidth=1.2)
-    for row, target in enumerate(predicts):
-        axes.text(len(labels), row, rf"$\to x_{target[1]}$" if target else "", va="center", fontsize=12)
+    draw(axes, "", *seven_tokens("ac_gpt"))
     axes.set_xlabel("looked at: copies of the known tokens | BOS and the sequence")
     axes.set_ylabel("who looks")
     figure.savefig("results/ac_gpt_mask.png", dpi=130, bbox_inches="tight")
-    print("\nresults/ac_gpt_mask.png")
+    print("\nresults/masks.png, results/ac_gpt_mask.png")
 
 
 @dataclass
 class Options:
-    show: bool = key(False, "draw the mask of a seven-token example")
+    show: bool = key(False, "draw all methods on seven tokens")
     run: str | None = key(None, "run folder: leak check on its trained model")
 
 
