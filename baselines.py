@@ -51,7 +51,7 @@ class SigmaTemporal(ConditionalModel):
         place = torch.arange(cond.size(1), device=cond.device)
         return (place + cond.size(1) * ~cond).argsort(1)
 
-    def arrange(self, tokens, order):
+    def in_order(self, tokens, order):
         """tokens and positions [BOS | the first T - 1 tokens in this order]; positions (B, T, 2): own, target."""
         target = order + 1
         own = F.pad(target[:, :-1], (1, 0))
@@ -62,14 +62,14 @@ class SigmaTemporal(ConditionalModel):
         order = self.order(cond, generator)
         scored = scored.gather(1, order)
         place = (order + order.size(1) * torch.arange(len(order), device=order.device)[:, None])[scored]
-        return self.states(*self.arrange(tokens, order), scored)[self.moved(place.argsort())]
+        return self.states(*self.in_order(tokens, order), scored)[self.moved(place.argsort())]
 
     @torch.no_grad()
     def generate(self, tokens, cond, pick, generator=None, forced=None):
         order = self.order(cond, generator)
         keep = cond if forced is None else cond | forced
         tokens, keep = tokens.masked_fill(~keep, self.bos), keep.gather(1, order)
-        filled = self.fill(*self.arrange(tokens, order), tokens.gather(1, order), keep, pick)
+        filled = self.fill(*self.in_order(tokens, order), tokens.gather(1, order), keep, pick)
         return torch.empty_like(filled).scatter(1, self.moved(order), filled)
 
 
@@ -112,7 +112,7 @@ class MLM(ConditionalModel):
     @torch.no_grad()
     def generate(self, tokens, cond, pick, generator=None, forced=None):
         keep = cond if forced is None else cond | forced
-        tokens, known = tokens.masked_fill(~keep, self.bos), cond.clone()
+        tokens = tokens.masked_fill(~keep, self.bos)
         column = torch.arange(cond.size(1))
         for t in (~keep).any(0).nonzero()[:, 0].tolist():
             known = cond | (column < t)

@@ -104,6 +104,8 @@ class Config:
                 f"n_embd = {self.n_embd} does not split into {self.n_head} heads of even width: "
                 f"take n_head from the divisors of {self.n_embd // 2}"
             )
+        if self.method.startswith("sigma") and self.sigma_positions == "dual" and self.n_embd < 4 * self.n_head:
+            raise UserError(f"n_head = {self.n_head}: 'dual' needs heads of width 4 at least; lower it")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise UserError(f"min_lr = {self.min_lr} is larger than learning_rate = {self.learning_rate}: lower it")
 

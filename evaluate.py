@@ -36,6 +36,8 @@ from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_m
 
 def evaluation_set(config, split):
     """The questions of a data set, drawn once and kept beside it as eval_<split>_<hash of what was asked>.npz."""
+    if config.law not in LAWS:
+        raise UserError(f"law = {config.law!r} is unknown: choose from {', '.join(LAWS)}")
     chunks = read_chunks(config, split)
     names = ("block_size", "eval_sequences", "eval_seed", "r_min", "r_max", "b_min", "b_max")
     laws = [*LAWS, file_sha256(conditioning.__file__)]  # a changed law asks other questions
@@ -100,7 +102,7 @@ def five_modes(model, config, questions, draws):
     def nll(cond, name):
         if not draws:
             return nll_of(model, config, tokens, cond, name)
-        generators = [torch.Generator().manual_seed(config.eval_seed + i) for i in range(draws)]
+        generators = [torch.Generator().manual_seed(config.eval_seed + 1 + i) for i in range(draws)]
         return sum(nll_of(model, config, tokens, cond, name, generator) for generator in generators) / draws
 
     blind = nll(nothing_known, "unconditional")
@@ -125,7 +127,7 @@ def evaluate(config, state, questions, split):
     for reading, draws in model.readings:
         modes = five_modes(model, config, asked, draws)
         result = {
-            "run": config.out_dir, "split": split, "method": config.method, "order": reading, "draws": draws, "bound": model.bound,
+            "run": config.out_dir, "split": split, "method": config.method, "reading": reading, "draws": draws, "bound": model.bound,
             "law": config.law, "r_max": config.r_max, "eval_seed": config.eval_seed, "evaluation_set": questions.hash,
             "checkpoint": Path(state["path"]).name, "iter": state["iter"], "commit": git_commit(), "config": asdict(config),
             "modes": {name: {**statistics(*mode), "nll": mode[0].tolist(), "scored": mode[1].tolist()} for name, mode in modes.items()},
@@ -165,21 +167,24 @@ def git_commit():
 TITLES = {"training": "training distribution"}
 
 
-def table(results):
+def table(results, asked):
     """The results side by side, perplexity +- standard error; for byte models bits per byte beside it.
 
-    Where some answered fewer questions, a second table compares all of them on those.
+    Where some answered fewer questions than were asked, a table of its own compares all of them on those.
     """
     counts = sorted({result["modes"]["unconditional"]["sequences"] for result in results})
     tables = [table_of([r for r in results if r["modes"]["unconditional"]["sequences"] >= n], n) for n in counts[::-1]]
-    tables[1:] = [f"on the first {n} sequences:\n\n{text}" for n, text in zip(counts[-2::-1], tables[1:])]
-    return "\n\n".join(tables)
+    titles = [f"on the first {n} sequences:\n\n" * (n < asked) for n in counts[::-1]]
+    return "\n\n".join(title + text for title, text in zip(titles, tables))
 
 
 def table_of(results, n):
     """One table, of the first n sequences."""
     of_bytes = results[0]["config"]["tokenizer"] == "bytes"
-    names = [Path(r["run"]).name + f", {r['order']}" * bool(r["order"]) for r in results]
+    runs = [Path(r["run"]).name for r in results]
+    if len(set(runs)) < len({r["run"] for r in results}) or "" in runs:
+        runs = [r["run"] for r in results]
+    names = [run + f", {r['reading']}" * bool(r["reading"]) for run, r in zip(runs, results)]
     width = max(28, *(len(name) + 2 for name in names))
 
     def line(title, tokens, cells):
@@ -247,12 +252,17 @@ def score_text(model, config, text):
     tokens, cond = torch.tensor([ids]), torch.tensor([known])
     if not model.can_condition_on(cond):
         raise UserError(f"--text: {config.method} knows the past alone: nothing may follow the last ]]")
+    if model.bound:
+        raise UserError(f"--text: {config.method} has no log p, only a bound: take a run of another method")
     nll = nll_of(model, config, tokens, cond, "scoring")[0].tolist()
     for i, value, is_known in zip(ids, nll, known):
         if not is_known:
             print(f"{-value:9.4f}  {math.exp(-value):9.3g}  {tokenizer.decode([i])!r}")
-    n = known.count(False)
-    print(f"{-sum(nll):9.4f}  = log p([[..]] | rest), {n} tokens; {sum(nll) / n / math.log(2):.4f} bits per token")
+    n, reading = known.count(False), model.readings[0][0]
+    print(
+        f"{-sum(nll):9.4f}  = log p([[..]] | rest), {n} tokens; {sum(nll) / n / math.log(2):.4f} bits per token"
+        + f", {reading}" * bool(reading)
+    )
 
 
 @dataclass
@@ -280,7 +290,7 @@ def main(argv):
     results = [result for run, asked in zip(runs, questions) for result in evaluate(*run, asked, options.split)]
     (config, _), (n, T) = runs[0], questions[0].tokens.shape
     about = f"{config.dataset}, {options.split}: {n} sequences of {T} tokens"
-    print(f"{about}, r_max {config.r_max:g}, evaluation set {questions[0].hash}\n\n{table(results)}")
+    print(f"{about}, r_max {config.r_max:g}, evaluation set {questions[0].hash}\n\n{table(results, n)}")
 
 
 if __name__ == "__main__":

@@ -149,8 +149,11 @@ class ConditionalModel(nn.Module):
     """p(x_e | x_c), token by token from left to right. A method says what stands where: `arrange`; the rest follows.
 
     `body` is a Transformer; `bos` is the id at position 0. In all of it tokens is (B, T) int, cond is (B, T) bool, True =
-    known. Both are best left on the CPU, whatever the body's device: asking a GPU how many are known makes it wait.
+    known. Both belong on the CPU, whatever the body's device: asking a GPU how many are known makes it wait.
     """
+
+    readings = (("", 0),)  # ways to score it: (name, random draws of which the mean is taken; 0: exact, left to right)
+    bound = False  # is a score only an upper bound of the NLL?
 
     def __init__(self, body, bos):
         super().__init__()
@@ -175,9 +178,6 @@ class ConditionalModel(nn.Module):
         tokens, positions, rows = self.moved(tokens[present], positions[present], rows)
         return self.body(tokens, positions, sizes, rows)
 
-    readings = (("", 0),)  # ways to score it: (name, random draws of which the mean is taken; 0: exact, left to right)
-    bound = False  # is a score only an upper bound of the NLL?
-
     def score(self, tokens, cond, generator=None):
         """What evaluation sums up, (B, T), 0 for known tokens: exact_nll, or a random draw of it or of its bound."""
         return self.exact_nll(tokens, cond, generator=generator)
@@ -187,7 +187,7 @@ class ConditionalModel(nn.Module):
         return True
 
     def logits(self, tokens, cond):
-        """-> (B, T, V): predictions of x_1 .. x_T, each given x_c and the tokens before it."""
+        """-> (B, T, V): predictions of x_1 .. x_T, each given x_c and the tokens before it (of MLM: given x_c)."""
         return self.body.head(self.hidden(tokens, cond, torch.ones_like(cond))).unflatten(0, cond.shape)
 
     def exact_nll(self, tokens, cond, scored=None, generator=None):
@@ -203,9 +203,8 @@ class ConditionalModel(nn.Module):
         scored = ~cond if scored is None else scored
         hidden, targets = self.hidden(tokens, cond, scored, generator), self.moved(tokens[scored])
         parts = zip(hidden.split(fast.ROWS), targets.split(fast.ROWS))
-        nll = torch.cat(
-            [F.cross_entropy(fast.at_least_float32(self.body.head(h)), x, reduction="none") for h, x in parts]
-        )
+        logits = ((fast.at_least_float32(self.body.head(h)), x) for h, x in parts)
+        nll = torch.cat([F.cross_entropy(*pair, reduction="none") for pair in logits])
         return nll.new_zeros(cond.shape).masked_scatter(self.moved(scored), nll)
 
     def trained_on(self, cond):
@@ -215,15 +214,13 @@ class ConditionalModel(nn.Module):
     def training_loss(self, tokens, cond, generator=None):
         """-> (sum of NLL over the trained tokens, in nats; their number)."""
         scored = self.trained_on(cond)
-        loss = self.summed_nll(tokens, cond, scored, torch.ones(cond.shape), generator)
+        loss = self.summed_nll(tokens, cond, scored, torch.ones(cond.shape, device=cond.device), generator)
         return loss, scored.sum()
 
     def summed_nll(self, tokens, cond, scored, scale, generator):
         """The sum of scale * NLL over `scored`, both (B, T)."""
-        hidden, targets, scale = (
-            self.hidden(tokens, cond, scored, generator),
-            *self.moved(tokens[scored], scale[scored]),
-        )
+        hidden = self.hidden(tokens, cond, scored, generator)
+        targets, scale = self.moved(tokens[scored], scale[scored])
         return fast.SummedNLL.apply(self.body.head, self.body.wte.weight, hidden, targets, scale)
 
     def forward(self, *args):

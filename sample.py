@@ -61,8 +61,8 @@ def generate(model, config, options, tokens, cond, forced=None):
     """
     copies = [None if x is None else x.expand(options.n, -1) for x in (tokens, cond, forced)]
     pick = sampler(config.device, options.temperature, options.top_p, options.seed)
-    with autocast(config):
-        generator = torch.Generator().manual_seed(options.seed) if forced is None or model.bound else None
+    with autocast(config):  # orders and masks come from another stream than the tokens do
+        generator = torch.Generator().manual_seed(options.seed ^ 1) if forced is None or model.bound else None
         return model.generate(copies[0], copies[1], pick, generator, copies[2]).cpu()
 
 

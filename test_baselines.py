@@ -133,6 +133,41 @@ def test_sigma_generates_what_it_scores(kind, positions):
             assert torch.equal(torch.stack(best).argmin(0)[unknown], out.gather(1, place)[:, 0][unknown])
 
 
+def test_dual_gives_half_of_the_frequencies_to_each_position():
+    own, target = torch.tensor([[0, 3, 5]]), torch.tensor([[3, 5, 1]])
+    for rope in B.dual(torch.stack([own, target], -1), 16):
+        for part, of_own, of_target in zip(rope, M.rotary(own, 16), M.rotary(target, 16)):
+            assert torch.equal(part[..., ::2], of_own[..., ::2]) and torch.equal(part[..., 1::2], of_target[..., 1::2])
+
+
+def test_the_generator_reaches_the_order():
+    model, (tokens, cond) = weighty(B.SigmaRandom), random_queries()
+    with torch.no_grad():
+        a, b, c = (
+            x.sum().item()
+            for x in (
+                model.training_loss(tokens, cond, torch.Generator().manual_seed(1))[0],
+                model.score(tokens, cond, torch.Generator().manual_seed(1)),
+                model.score(tokens, cond),
+            )
+        )
+    assert math.isclose(a, b, rel_tol=1e-6) and abs(a - c) > 0.1
+
+
+@pytest.mark.parametrize("kind", [B.SigmaTemporal, B.SigmaRandom, B.MLM])
+def test_what_is_forced_informs_only_what_follows(kind):
+    """With empty x_c: each token is the likeliest given those before it, forced or drawn, and not those after."""
+    model, (tokens, forced) = weighty(kind), random_queries()
+    empty = forced & False
+    out = model.generate(tokens.masked_fill(~forced, 0), empty, lambda logits: logits.argmax(-1), forced=forced)
+    assert torch.equal(out[forced], tokens[forced])
+    for t in range(T):
+        trial = [out.clone().index_fill(1, torch.tensor([t]), v) for v in range(V)]
+        with torch.no_grad():
+            best = torch.stack([model.exact_nll(x, empty)[:, t] for x in trial]).argmin(0)
+        assert torch.equal(best[~forced[:, t]], out[:, t][~forced[:, t]])
+
+
 # ---------------------------------------------------------------- MLM
 
 
@@ -235,6 +270,18 @@ def test_diffusion_sampler_follows_its_law():
     assert torch.equal(out[:, cond[0]], x[:, cond[0]].expand(n, -1)), "known tokens stay"
     found = torch.zeros(V, V, dtype=torch.float64).index_put((out[:, a], out[:, b]), torch.ones(n).double(), True) / n
     assert (found - law).abs().max() < 4 * math.sqrt(0.25 / n), (found, law)
+
+
+def test_diffusion_takes_as_many_steps_as_tokens(monkeypatch):
+    """By default: of T masked tokens about T (1 - 1/e) steps open one or more."""
+    model, calls = weighty(B.Diffusion), []
+    hidden = model.hidden
+    model.hidden = lambda *args: (calls.append(args), hidden(*args))[1]
+    n, g = 200, torch.Generator().manual_seed(0)
+    for _ in range(n):
+        model.generate(torch.zeros(1, T).long(), torch.zeros(1, T, dtype=torch.bool), lambda x: x.argmax(-1), g)
+    expected = T * (1 - (1 - 1 / T) ** T)
+    assert abs(len(calls) / n - expected) < 0.2, (len(calls) / n, expected)
 
 
 def test_diffusion_has_no_exact_likelihood():

@@ -85,7 +85,7 @@ ALL, SEEN = set(MODES), {"unconditional", "infilling", "training"}
         ("diffusion", {"_bound": SEEN}),
     ],
 )
-def test_every_method(small, tmp_path, trained, command, method, files):
+def test_every_method(small, tmp_path, trained, command, expect_refusal, method, files):
     """Training, resuming, the five modes at two batch sizes, all kinds of samples."""
     folder = tmp_path / method
     args = [*small, f"--method={method}", f"--out_dir={folder}", "--eval_interval=2"]
@@ -111,6 +111,13 @@ def test_every_method(small, tmp_path, trained, command, method, files):
                 else modes_of(trained)["modes"][mode]["scored"]
             )
             assert a[mode]["scored"] == counts, "every method is scored on the same tokens"
+    if method == "mlm":
+        assert "on the first 3 sequences" in command("evaluate.py", folder, "--mlm_sequences=3")[1], "alone, too"
+    if method == "diffusion":
+        expect_refusal(["only a bound"], "evaluate.py", folder, "--text", "a [[b]] c")
+        expect_refusal(["no exact likelihood"], "test_masks.py", f"--run={folder}")
+    if method == "sigma_random":
+        assert "left to right" in command("evaluate.py", folder, "--text", "a [[b]] c")[1]
     code, out, _ = command("sample.py", folder)
     assert code == 0 and out.count("---") == len(files.get("", ALL if method == "sigma_random" else SEEN))
     code, out, _ = command("sample.py", folder, "--text", "The ____4 sheep ____2", "--n=2")
@@ -286,7 +293,8 @@ def test_mistakes_in_evaluating(trained, expect_refusal, args, words):
     expect_refusal(words, "evaluate.py", trained, *args)
 
 
-def test_nothing_to_evaluate(expect_refusal, tmp_path):
+def test_nothing_to_evaluate(expect_refusal, trained, tmp_path):
+    expect_refusal(["'typo'", "training, infilling"], "evaluate.py", trained, "--law=typo")
     expect_refusal(["config file or run folders"], "evaluate.py")
     expect_refusal(["is not there", "train"], "evaluate.py", tmp_path / "nowhere")
     expect_refusal(["is not there", "train"], "evaluate.py", HERE / "configs" / "tiny.py", f"--out_dir={tmp_path}")

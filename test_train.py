@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import checkpoint
+import evaluate
 import fast
 import prepare_data
 import train
@@ -305,7 +306,7 @@ def test_a_law_of_your_own(small, tmp_path, monkeypatch, expect_refusal, command
         return (torch.arange(config.block_size) % 2 == 1).expand(n, -1)
 
     expect_refusal(["'every_second'", "training, infilling"], "train.py", *small, "--law=every_second")
-    monkeypatch.setitem(train.LAWS, "every_second", every_second)
+    monkeypatch.setitem(evaluate.LAWS, "every_second", every_second)
     train.main([*small, "--law=every_second", "--max_iters=2", f"--out_dir={tmp_path}"])
     assert checkpoint.load(tmp_path / "ckpt.pt")["config"]["law"] == "every_second"
     command("evaluate.py", tmp_path)
@@ -315,7 +316,7 @@ def test_a_law_of_your_own(small, tmp_path, monkeypatch, expect_refusal, command
 
 def test_a_law_must_leave_something_to_predict(small, tmp_path, monkeypatch):
     monkeypatch.setitem(
-        train.LAWS, "all", lambda config, n, generator: torch.ones(n, config.block_size, dtype=torch.bool)
+        evaluate.LAWS, "all", lambda config, n, generator: torch.ones(n, config.block_size, dtype=torch.bool)
     )
     with pytest.raises(AssertionError, match="leaves no token"):
         train.main([*small, "--law=all", f"--out_dir={tmp_path}"])

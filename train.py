@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import fast
 import prepare_data
-from conditioning import LAWS, draw_cond
+from conditioning import draw_cond
 from config import UserError, key, load_config, parse, resolve_machine, run
 from evaluate import batches, evaluation_set
 
@@ -236,8 +236,6 @@ def set_up(paths, given, options, rank=0, world=1):
             raise UserError("--resume goes on with a run, --overwrite replaces it: give one of them")
         place = paths[0] if paths else config.out_dir
         model, config, state = checkpoint.open_run(place, given, "ckpt.pt", to_resume=True)
-    if config.law not in LAWS:
-        raise UserError(f"law = {config.law!r} is unknown: choose from {', '.join(LAWS)}")
     if config.gradient_accumulation_steps % world:
         steps = f"gradient_accumulation_steps = {config.gradient_accumulation_steps}"
         raise UserError(f"{steps} does not split over {world} processes: make it a multiple")
