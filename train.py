@@ -190,7 +190,7 @@ class Trainer:
         while self.iter < config.max_iters and not self.stop:
             try:
                 loss = self.step()
-            except Exception as e:
+            except Exception as e:  # torch.compile's have many bases; others are passed on
                 if not (config.compile and "torch._" in f"{type(e).__module__}"):
                     raise
                 why = str(e).splitlines()[0][:80]
