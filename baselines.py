@@ -46,7 +46,7 @@ class SigmaTemporal(ConditionalModel):
         super().__init__(body, bos)
         body.ropes = lambda x: SIGMA_POSITIONS[positions](x, body.d)
 
-    def order(self, cond, generator):
+    def order(self, cond, generator, scored=None):
         """-> (B, T): the places, 0 .. T - 1, of x_c, and then those of x_e."""
         place = torch.arange(cond.size(1), device=cond.device)
         return (place + cond.size(1) * ~cond).argsort(1)
@@ -59,7 +59,7 @@ class SigmaTemporal(ConditionalModel):
         return slots, torch.stack([own, target], -1), torch.ones_like(slots, dtype=torch.bool)
 
     def hidden(self, tokens, cond, scored, generator=None):
-        order = self.order(cond, generator)
+        order = self.order(cond, generator, scored)
         scored = scored.gather(1, order)
         place = (order + order.size(1) * torch.arange(len(order), device=order.device)[:, None])[scored]
         return self.states(*self.in_order(tokens, order), scored)[self.moved(place.argsort())]
@@ -74,14 +74,17 @@ class SigmaTemporal(ConditionalModel):
 
 
 class SigmaRandom(SigmaTemporal):
-    """sigma-GPT with x_c and x_e each shuffled. Without a generator, from left to right, an order it is not trained on."""
+    """sigma-GPT with x_c and x_e each shuffled; what of x_e is not scored comes before what is. Without a generator, from left
+    to right, an order it is not trained on.
+    """
 
     readings = (("left to right", 0), ("random order", 4))
 
-    def order(self, cond, generator):
+    def order(self, cond, generator, scored=None):
         if generator is None:
             return super().order(cond, generator)
-        return (torch.rand(cond.shape, generator=generator) + ~cond).argsort(1)
+        keys = torch.rand(cond.shape, generator=generator, dtype=torch.float64) + ~cond
+        return (keys if scored is None else keys + scored).argsort(1)
 
 
 # ---------------------------------------------------------------- a masked language model

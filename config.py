@@ -110,6 +110,12 @@ class Config:
             raise UserError(f"min_lr = {self.min_lr} is larger than learning_rate = {self.learning_rate}: lower it")
 
     @property
+    def variant(self):
+        """The method, and the position scheme where it is not the usual one."""
+        query = self.method.startswith("sigma") and self.sigma_positions == "query"
+        return self.method + "_query" * query
+
+    @property
     def data_folder(self):
         return Path(self.data_dir) / f"{self.dataset}-{self.tokenizer}"
 
@@ -241,7 +247,7 @@ def load_config(paths, given):
     config = Config(**{**(read_config_file(paths[0]) if paths else {}), **given})
     if config.out_dir is None:
         name = Path(paths[0]).stem if paths else "default"
-        config.out_dir = f"out/{name}-{config.method}-r{config.r_max:g}-s{config.seed}"
+        config.out_dir = f"out/{name}-{config.variant}-r{config.r_max:g}-s{config.seed}"
     return config
 
 

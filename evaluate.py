@@ -3,6 +3,7 @@
     python evaluate.py configs/tiny.py                      the table, also as eval_val_r0.6.json in the run's folder
     python evaluate.py out/A out/B --r_max=0.6              several runs side by side
     python evaluate.py configs/tiny.py --split=test
+    python evaluate.py configs/tiny.py --consistency        how far its conditionals are from those of one joint
     python evaluate.py configs/tiny.py --text "The state of the [[Union]] is strong"
 
 The last one prints log p([[..]] | all the rest). A space in front of [[ belongs to the marked part if the tokenizer
@@ -26,8 +27,9 @@ import torch
 from tqdm import tqdm
 
 import conditioning
+from baselines import METHODS
 from checkpoint import autocast, find_run, open_run, restore
-from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with
+from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with, uniform_int
 from config import UserError, key, parse, run, whole_file
 from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta
 
@@ -66,14 +68,22 @@ def batches(config, *tensors):
 
 
 @torch.no_grad()
-def nll_of(model, config, tokens, cond, desc, generator=None):
-    """model.score over all questions, batch by batch: (n, T) on the CPU, 0 for known tokens."""
+def nll_of(model, config, tokens, cond, desc, generator=None, scored=None):
+    """The NLL of all questions, batch by batch: (n, T) on the CPU, 0 outside `scored`. By default model.score: of all x_e."""
     parts = []
     # disable=None: no bar where nobody watches
-    for x, c in tqdm(batches(config, tokens, cond), desc, leave=False, disable=None):
+    for x, c, s in tqdm(
+        batches(config, tokens, cond, ~cond if scored is None else scored), desc, leave=False, disable=None
+    ):
         with autocast(config):
-            parts.append(model.score(x, c, generator).cpu().double())
+            nll = model.score(x, c, generator) if scored is None else model.exact_nll(x, c, s, generator)
+            parts.append(nll.cpu().double())
     return torch.cat(parts)
+
+
+def seeded(config, draws):
+    """The generators of `draws` random readings; of the one reading that draws nothing, None."""
+    return [torch.Generator().manual_seed(config.eval_seed + 1 + i) for i in range(draws)] or [None]
 
 
 def mean_and_error(sums, counts):
@@ -100,10 +110,8 @@ def five_modes(model, config, questions, draws):
     nothing_known = torch.zeros_like(tokens, dtype=torch.bool)
 
     def nll(cond, name):
-        if not draws:
-            return nll_of(model, config, tokens, cond, name)
-        generators = [torch.Generator().manual_seed(config.eval_seed + 1 + i) for i in range(draws)]
-        return sum(nll_of(model, config, tokens, cond, name, generator) for generator in generators) / draws
+        found = [nll_of(model, config, tokens, cond, name, generator) for generator in seeded(config, draws)]
+        return sum(found) / len(found)
 
     blind = nll(nothing_known, "unconditional")
     for name, mode in modes_with(config.law).items():
@@ -115,15 +123,18 @@ def five_modes(model, config, questions, draws):
     return modes
 
 
+def asked_of(config, questions):
+    """The questions that this method answers: all, or of MLM, which takes a pass for each token, the first few."""
+    n = config.mlm_sequences if config.method == "mlm" else len(questions.tokens)
+    return EvaluationSet(questions.tokens[:n], {name: cond[:n] for name, cond in questions.cond.items()})
+
+
 def evaluate(config, state, questions, split):
     """All that there is to say about one run on one split -> a list of results, each of which is a JSON file too.
 
-    A method has one way to be scored, or several (sigma-GPT's orders). MLM takes a pass for each token, so it answers the
-    first `mlm_sequences` questions only.
+    A method has one way to be scored, or several (sigma-GPT's orders).
     """
-    model, results = restore(config, state), []
-    n = config.mlm_sequences if config.method == "mlm" else len(questions.tokens)
-    asked = EvaluationSet(questions.tokens[:n], {name: cond[:n] for name, cond in questions.cond.items()})
+    model, results, asked = restore(config, state), [], asked_of(config, questions)
     for reading, draws in model.readings:
         modes = five_modes(model, config, asked, draws)
         result = {
@@ -150,6 +161,52 @@ def gain_bits(result, law, n):
     """
     (seeing, counts), (blind, _) = first(result, law, n), first(result, f"{law}_no_future", n)
     return [x / math.log(2) for x in mean_and_error(blind - seeing, counts)]
+
+
+def chain_rule_violations(model, config, questions):
+    """How far the conditionals are from those of one joint -> {reading: {mode: (violations in nats, tokens of B)}}, (n,) each.
+
+    Cut x_e at random into a left part A and the rest, B. One joint demands log p(A, B | C) = log p(A | C) + log p(B | A, C).
+    Behind its first part, p(A | C), the chain of the left side goes on with A before B in the body; the last term is a query
+    of its own, with A in x_c. The violation is the NLL of B in the first less that in the second: positive where A helps more
+    in x_c. Where the order is free, the parts may also change places ("swapped"). {} where there are only bounds.
+    """
+    tokens, found = questions.tokens, {}
+    generator = torch.Generator().manual_seed(config.eval_seed)
+    for name, cond in {"unconditional": torch.zeros_like(tokens, dtype=torch.bool), **questions.cond}.items():
+        count = (~cond).cumsum(1)  # of unknown tokens so far
+        cut = 1 + uniform_int(count[:, -1:] - 1, (len(tokens), 1), generator)
+        left, right = ~cond & (count <= cut), ~cond & (count > cut)
+        if model.bound or not model.can_condition_on(cond):
+            continue
+        for reading, draws in model.readings:
+            for A, B, swapped in [(left, right, ""), (right, left, ", swapped")][: 1 + bool(draws)]:
+                order, again = (seeded(config, draws)[0] for _ in range(2))  # one of the orders, the same in both
+                before = nll_of(model, config, tokens, cond, name, order, B)
+                known = nll_of(model, config, tokens, cond | A, name, again, B)
+                found.setdefault(reading + swapped, {})[name] = (before - known).sum(1), B.sum(1)
+    return found
+
+
+def consistency(config, state, questions):
+    """{reading: {mode: {"absolute": mean |violation|, "signed": mean, "stderr": of that one, "tokens"}}}, in bits per token of B."""
+
+    def bits(violations, counts):
+        signed, error = (x / math.log(2) for x in mean_and_error(violations, counts))
+        absolute = mean_and_error(violations.abs(), counts)[0] / math.log(2)
+        return {"absolute": absolute, "signed": signed, "stderr": error, "tokens": int(counts.sum())}
+
+    found = chain_rule_violations(restore(config, state), config, asked_of(config, questions))
+    return {reading: {mode: bits(*pair) for mode, pair in modes.items()} for reading, modes in found.items()}
+
+
+def print_consistency(run, found):
+    print(f"{run}\n\n{'':23}{'tokens of B':>12}{'|violation|':>14}{'signed':>22}   in bits per token of B")
+    for reading, modes in found.items():
+        for mode, v in modes.items():
+            signed = f"{v['signed']:+.4f} +- {v['stderr']:.4f}"
+            print(f"{TITLES.get(mode, mode):23}{v['tokens']:12}{v['absolute']:14.4f}{signed:>22}   {reading}".rstrip())
+    print()
 
 
 def git_commit():
@@ -269,6 +326,7 @@ def score_text(model, config, text):
 class Options:
     split: str = key("val", "which split is asked about", choices=("val", "test", "train"))
     checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")
+    consistency: bool = key(False, "does log p(A, B | C) = log p(A | C) + log p(B | A, C) hold?")
     text: str | None = key(None, "text with [[marked]] parts to score given all the rest")
 
 
@@ -287,10 +345,18 @@ def main(argv):
     if len({q.hash for q in questions}) > 1:
         fix = "give one --r_max for all, and runs of one data set, tokenizer and block_size"
         raise UserError(f"these runs would be asked different questions: {fix}")
-    results = [result for run, asked in zip(runs, questions) for result in evaluate(*run, asked, options.split)]
     (config, _), (n, T) = runs[0], questions[0].tokens.shape
     about = f"{config.dataset}, {options.split}: {n} sequences of {T} tokens"
-    print(f"{about}, r_max {config.r_max:g}, evaluation set {questions[0].hash}\n\n{table(results, n)}")
+    about += f", r_max {config.r_max:g}, evaluation set {questions[0].hash}\n"
+    if options.consistency:
+        if bounds := [config.out_dir for config, _ in runs if METHODS[config.method].bound]:
+            raise UserError(f"--consistency: {bounds[0]} has no log p, only a bound: leave it out")
+        print(about)
+        for run, asked in zip(runs, questions):
+            print_consistency(run[0].out_dir, consistency(*run, asked))
+        return
+    results = [result for run, asked in zip(runs, questions) for result in evaluate(*run, asked, options.split)]
+    print(f"{about}\n{table(results, n)}")
 
 
 if __name__ == "__main__":
