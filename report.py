@@ -66,12 +66,12 @@ def read_results(folder, config, split):
 
     What does not belong is named and left out: broken files, other settings, other questions than most results answer.
     """
-    found = collections.defaultdict(list)
+    found, left_out = collections.defaultdict(list), []
     for path in sorted(folder.glob("*.json")):
         if path.name == "floors.json":
             continue
         if wrong := unfit(path, config, VARY):
-            print(f"left out: {path} {wrong}", file=sys.stderr)
+            left_out.append(f"{path} {wrong}")
             continue
         file = json.loads(path.read_text())
         variant = Config(**{key: file["config"][key] for key in VARY}).variant
@@ -80,10 +80,13 @@ def read_results(folder, config, split):
     for r_max, results in found.items():
         usual = collections.Counter(r["evaluation_set"] for r in results).most_common(1)[0][0]
         for path in dict.fromkeys(r["path"] for r in results if r["evaluation_set"] != usual):
-            print(f"left out: {path} answers other questions than the evaluation set {usual}", file=sys.stderr)
+            left_out.append(f"{path} answers other questions than the evaluation set {usual}")
         found[r_max] = [r for r in results if r["evaluation_set"] == usual]
     if not found:
-        raise UserError(f"{folder} holds no result of these settings: leave out --table, and they will be made")
+        why = left_out[0] if left_out else "train first"
+        raise UserError(f"{folder} holds no result of these settings ({why}): without --table they are made")
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
     return dict(sorted(found.items()))
 
 
@@ -165,7 +168,7 @@ def perplexity_table(rows, part):
         for mode in MODES:
             bits, theirs = rows.bits(row, mode, part), rows.in_paper(row, mode)
             text = "<= " * found[0]["bound"] + mean_and_std([2**x for x in bits], 3) if bits else "-"
-            upper.append(text + f" ({theirs:g})" * bool(theirs))
+            upper.append(text + (f" ({theirs:g})" if theirs else ""))
             lower.append(more_bits(rows, row, mode, part) if bits and row != AC else "")
         lines += [(label(row) + f" ({len(found)})" * (len(found) > 1), upper)] + [("", lower)] * any(lower)
     return lines_of("", map(title, MODES), lines, 26)
@@ -213,7 +216,7 @@ def consistency_table(rows):
                 for mode in modes if mode in found[0]
             ]  # fmt: skip
             lines.append((label((variant, reading)), cells))
-    return lines_of("violations of the chain rule", map(title, modes), lines, 36)
+    return lines_of("violations of the chain rule", map(title, modes), lines, 40)
 
 
 def print_table(path, config, split, folder):

@@ -91,13 +91,13 @@ def score(config, given):
     results = [
         condensed(result, n) for split in questions for result in evaluate(config, state, questions[split], split)
     ]
-    log = checkpoint.read_log(Path(config.out_dir) / "log.csv")
-    where = (
-        torch.cuda.get_device_name() if config.device.startswith("cuda") else f"{torch.get_num_threads()} CPU threads"
+    steps = [float(row["ms"]) for row in checkpoint.read_log(Path(config.out_dir) / "log.csv") if row["ms"]]
+    cpu = (
+        f"{torch.get_num_threads()} threads of a CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
     )
     return {
-        "run": name_of(config), "commit": git_commit(), "torch": torch.__version__, "machine": f"{where}, {platform.machine()}",
-        "minutes": round(sum(float(row["ms"] or 0) for row in log) * config.log_interval / 60_000, 2),  # of training
+        "run": name_of(config), "commit": git_commit(), "torch": torch.__version__, "machine": torch.cuda.get_device_name() if config.device.startswith("cuda") else cpu,
+        "minutes": round(float(np.median(steps)) * state["iter"] / 60_000, 2) if steps else None,  # of training, by its median step
         "checkpoint": Path(state["path"]).name, "iter": state["iter"], "config": asdict(config), "results": results,
         "consistency": consistency(config, state, questions["val"]),
     }  # fmt: skip

@@ -29,7 +29,7 @@ def weighty(method, **more):
 class InRandomOrder(B.SigmaRandom):
     """Every sequence has the same shuffled order of its places."""
 
-    def order(self, cond, generator):
+    def order(self, cond, generator, scored=None):
         return super().order(cond[:1], torch.Generator().manual_seed(5)).expand(cond.shape)
 
 
@@ -63,7 +63,7 @@ def test_the_target_position_matters(positions):
     model = weighty(B.SigmaTemporal, positions=positions)
     order = torch.tensor([[2, 0, 1, 3, 4], [2, 4, 0, 1, 3]])
     tokens = torch.ones(2, T, dtype=torch.long)
-    model.order = lambda cond, generator: order
+    model.order = lambda *args: order
     first = torch.zeros(2, T, dtype=torch.bool)
     first[0, 0] = first[1, 4] = True
     states = model.hidden(tokens, first & False, first)
@@ -138,6 +138,21 @@ def test_dual_gives_half_of_the_frequencies_to_each_position():
     for rope in B.dual(torch.stack([own, target], -1), 16):
         for part, of_own, of_target in zip(rope, M.rotary(own, 16), M.rotary(target, 16)):
             assert torch.equal(part[..., ::2], of_own[..., ::2]) and torch.equal(part[..., 1::2], of_target[..., 1::2])
+
+
+@pytest.mark.parametrize("positions", ["dual", "query"])
+def test_what_is_scored_comes_last(positions):
+    """In a random order, [x_c | the rest of x_e | what is scored], against one prediction at a time."""
+    model, (tokens, cond) = weighty(B.SigmaRandom, positions=positions), random_queries()
+    scored = ~cond & (torch.rand(cond.shape, generator=torch.Generator().manual_seed(0)) < 0.5)
+    orders = model.order(cond, torch.Generator().manual_seed(7), scored)
+    with torch.no_grad():
+        found = model.exact_nll(tokens, cond, scored, torch.Generator().manual_seed(7))
+    assert (found[~scored] == 0).all()
+    for x, c, s, order, row in zip(tokens.tolist(), cond, scored, orders.tolist(), found):
+        n, m = int(c.sum()), T - int(s.sum())
+        assert sorted(order) == list(range(T)) and c[order[:n]].all() and s[order[m:]].all()
+        assert torch.allclose(row, sigma_by_hand(model, x, order, n) * s, atol=1e-5)
 
 
 def test_the_generator_reaches_the_order():
