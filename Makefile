@@ -1,15 +1,15 @@
 # make demo: train, evaluate and sample a small AC-GPT; make test: the tests. Both set up all that they need.
 PYTHON ?= python3
 PY = .venv/bin/python
-RUN = out/tiny-ac_gpt-r0.6-s1337
+RUN = out/demo
 
 .PHONY: demo test lint
 
 demo: .venv/ready
-	$(PY) train.py configs/tiny.py $(if $(wildcard $(RUN)/ckpt.pt),--resume)
-	$(PY) evaluate.py configs/tiny.py
+	$(PY) train.py configs/tiny.py --max_iters=2600 --out_dir=$(RUN) $(if $(wildcard $(RUN)/ckpt.pt),--resume)
+	$(PY) evaluate.py $(RUN)
 	$(PY) test_masks.py --run=$(RUN)
-	$(PY) sample.py configs/tiny.py --n=3 --text "The Congress of the ____13 has the power to declare war."
+	$(PY) sample.py $(RUN) --n=3 --text "The Congress of the ____13 has the power to declare war."
 
 test: .venv/ready-dev
 	$(PY) -m pytest -q

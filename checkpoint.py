@@ -8,6 +8,8 @@ reads them. This file neither trains nor scores.
 import csv
 import math
 import pickle
+import platform
+import subprocess
 import time
 from pathlib import Path
 
@@ -38,6 +40,29 @@ def build(config, vocab_size, separator):
     body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
     more = {"positions": config.sigma_positions} if config.method.startswith("sigma") else {}
     return METHODS[config.method](body, bos=separator, **more).to(config.device)
+
+
+def machine_name(config):
+    """What a run was made on."""
+    kind = config.device.partition(":")[0]
+    if kind == "cuda":
+        return torch.cuda.get_device_name(config.device)
+    cpu = (
+        f"{torch.get_num_threads()} threads of a CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
+    )
+    return cpu if kind == "cpu" else f"{kind} ({platform.machine()})"
+
+
+def git_commit():
+    """The commit of this code, '+' behind it when files differ from it, or None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        out = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    return out.stdout.strip() or None
 
 
 def autocast(config):

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from tqdm import tqdm
 
 import conditioning
 from baselines import METHODS
-from checkpoint import autocast, find_run, open_run, restore
+from checkpoint import autocast, find_run, git_commit, open_run, restore
 from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with, uniform_int
 from config import UserError, key, parse, run, whole_file
 from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta
@@ -172,29 +171,39 @@ def chain_rule_violations(model, config, questions):
     in x_c. Where the order is free, the parts may also change places ("swapped"). {} where there are only bounds.
     """
     tokens, found = questions.tokens, {}
-    generator = torch.Generator().manual_seed(config.eval_seed)
+    if model.bound:
+        return found
     for name, cond in {"unconditional": torch.zeros_like(tokens, dtype=torch.bool), **questions.cond}.items():
+        if not model.can_condition_on(cond):
+            continue
         count = (~cond).cumsum(1)  # of unknown tokens so far
+        generator = torch.Generator().manual_seed(config.eval_seed)  # the first n of more questions are cut alike
         cut = 1 + uniform_int(count[:, -1:] - 1, (len(tokens), 1), generator)
         left, right = ~cond & (count <= cut), ~cond & (count > cut)
-        if model.bound or not model.can_condition_on(cond):
-            continue
         for reading, draws in model.readings:
             for A, B, swapped in [(left, right, ""), (right, left, ", swapped")][: 1 + bool(draws)]:
-                order, again = (seeded(config, draws)[0] for _ in range(2))  # one of the orders, the same in both
-                before = nll_of(model, config, tokens, cond, name, order, B)
-                known = nll_of(model, config, tokens, cond | A, name, again, B)
+                # of random orders the first, the same in both
+                before = nll_of(model, config, tokens, cond, name, seeded(config, draws)[0], B)
+                known = nll_of(model, config, tokens, cond | A, name, seeded(config, draws)[0], B)
                 found.setdefault(reading + swapped, {})[name] = (before - known).sum(1), B.sum(1)
     return found
 
 
 def consistency(config, state, questions):
-    """{reading: {mode: {"absolute": mean |violation|, "signed": mean, "stderr": of that one, "tokens"}}}, in bits per token of B."""
+    """{reading: {mode: {"absolute": mean |violation|, "signed": mean, "stderr": of that one, "tokens", "sequences"}}}, in bits
+    per token of B.
+    """
 
     def bits(violations, counts):
         signed, error = (x / math.log(2) for x in mean_and_error(violations, counts))
         absolute = mean_and_error(violations.abs(), counts)[0] / math.log(2)
-        return {"absolute": absolute, "signed": signed, "stderr": error, "tokens": int(counts.sum())}
+        return {
+            "absolute": absolute,
+            "signed": signed,
+            "stderr": error,
+            "tokens": int(counts.sum()),
+            "sequences": len(counts),
+        }
 
     found = chain_rule_violations(restore(config, state), config, asked_of(config, questions))
     return {reading: {mode: bits(*pair) for mode, pair in modes.items()} for reading, modes in found.items()}
@@ -207,18 +216,6 @@ def print_consistency(run, found):
             signed = f"{v['signed']:+.4f} +- {v['stderr']:.4f}"
             print(f"{TITLES.get(mode, mode):23}{v['tokens']:12}{v['absolute']:14.4f}{signed:>22}   {reading}".rstrip())
     print()
-
-
-def git_commit():
-    """The commit of this code, '+' behind it when files differ from it, or None outside a repository."""
-    here = Path(__file__).parent
-    try:
-        out = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True
-        )
-    except OSError:
-        return None
-    return out.stdout.strip() or None
 
 
 TITLES = {"training": "training distribution"}

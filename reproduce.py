@@ -9,14 +9,17 @@
 
 A finished run leaves one JSON in results/<config>/, with config, seed, commit, evaluation set and token counts. What is finished is
 skipped, what was interrupted is resumed: repeat the command. Seeds count from --seed. Keys given on the command line hold for all
-runs. This file trains with train.main and scores with evaluate.evaluate; it knows no method.
+runs. This file trains with train.main and scores with evaluate.evaluate, in one process; it knows no method.
 """
 
+import contextlib
 import itertools
 import json
 import lzma
 import math
-import platform
+import os
+import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,12 +27,13 @@ import numpy as np
 import torch
 
 import checkpoint
+import prepare_data
 import train
-from checkpoint import MACHINE, find_run
-from config import UserError, key, load_config, parse, run, whole_file
-from evaluate import consistency, evaluate, evaluation_set, first, gain_bits, git_commit, statistics
+from checkpoint import MACHINE, find_run, git_commit
+from config import UserError, key, load_config, parse, read_config_file, run, whole_file
+from evaluate import consistency, evaluate, evaluation_set, first, statistics
 from prepare_data import read_chunks, read_meta
-from report import VARIANTS, difference, name_of, plot, print_table, unfit
+from report import FLOORS, VARIANTS, difference, name_of, plot, print_table, read_result
 
 # ---------------------------------------------------------------- the runs
 
@@ -37,13 +41,13 @@ from report import VARIANTS, difference, name_of, plot, print_table, unfit
 @dataclass
 class Options:
     methods: str = key("all", f"which, with commas between: {', '.join(VARIANTS)}")
-    r_max: str = key("0.6", "which values of r_max, with commas between; --table and --plot show all there are")
+    r_max: str | None = key(None, "which values of r_max, with commas between; None: the config's")
     seeds: int = key(3, "how many seeds, from --seed on", low=1)
     split: str = key("val", "whose results --table and --plot show", choices=("val", "test"))
     results: str = key("results", "folder of the results")
     list: bool = key(False, "print the commands of the runs")
-    table: bool = key(False, "print the table of the results that are there")
-    plot: bool = key(False, "draw the figures")
+    table: bool = key(False, "print the tables of all results that are there")
+    plot: bool = key(False, "draw the figures of all results that are there")
     floors: bool = key(False, "score xz and a 5-gram model")
 
 
@@ -53,11 +57,11 @@ def grid(path, given, options):
     for name in methods:
         if name not in VARIANTS:
             raise UserError(f"--methods: {name!r} is unknown: choose from all, {', '.join(VARIANTS)}")
+    base = load_config([path], given)
     try:
-        r_max = [float(r) for r in options.r_max.split(",")]
+        r_max = [float(r) for r in options.r_max.split(",")] if options.r_max else [base.r_max]
     except ValueError:
         raise UserError(f"--r_max={options.r_max}: give numbers with commas between, like 0.2,0.4") from None
-    base = load_config([path], given)
     return [
         load_config([path], given | keys_of(name) | {"r_max": r, "seed": base.seed + i})
         for i, r, name in itertools.product(range(options.seeds), r_max, methods)
@@ -73,63 +77,83 @@ def keys_of(variant):
 def train_to_the_end(path, config):
     """Train, or go on from the last checkpoint."""
     folder = Path(config.out_dir)
-    if there := (folder / "ckpt.pt").exists():
-        state = checkpoint.load(folder / "ckpt.pt")
-        if other := difference(config, state["config"]):
-            raise UserError(f"{folder} holds a run with {other}: move the folder away, or give that value")
-    if not there or state["iter"] < config.max_iters:
+    there = (folder / "ckpt.pt").exists()
+    if not there and (folder / "best.pt").exists():
+        raise UserError(f"{folder} has no ckpt.pt from which to go on: delete the folder")
+    state = checkpoint.load(folder / "ckpt.pt") if there else {"iter": 0, "config": asdict(config)}
+    if other := difference(config, state["config"]):
+        raise UserError(f"{folder} holds a run with {other}: move the folder away, or give that value")
+    if state["iter"] < config.max_iters:
         keys = [f"--{name}={value}" for name, value in asdict(config).items() if name != "init_from"]
-        train.main([path, *keys, *["--resume"] * there])
-        if checkpoint.load(folder / "ckpt.pt")["iter"] < config.max_iters:
+        if train.main([path, *keys, *["--resume"] * there]).stop:
             raise KeyboardInterrupt
 
 
-def score(config, given):
-    """All that is to be said about a finished run, as it goes into results/: both splits, all modes, consistency."""
-    config, state = find_run(config.out_dir, {name: given[name] for name in MACHINE if name in given})
-    n, questions = config.mlm_sequences, {split: evaluation_set(config, split) for split in ("val", "test")}
-    results = [
-        condensed(result, n) for split in questions for result in evaluate(config, state, questions[split], split)
-    ]
+def score(config):
+    """All that is to be said about a finished run, as it goes into results/: the splits, all modes, consistency."""
+    config, state = find_run(config.out_dir, {name: getattr(config, name) for name in MACHINE})
+    splits = [split for split in ("val", "test") if split in read_meta(config)["tokens"]]
+    questions = {split: evaluation_set(config, split) for split in splits}
+    results = [condensed(x, config.mlm_sequences) for s in splits for x in evaluate(config, state, questions[s], s)]
     steps = [float(row["ms"]) for row in checkpoint.read_log(Path(config.out_dir) / "log.csv") if row["ms"]]
-    cpu = (
-        f"{torch.get_num_threads()} threads of a CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
-    )
     return {
-        "run": name_of(config), "commit": git_commit(), "torch": torch.__version__, "machine": torch.cuda.get_device_name() if config.device.startswith("cuda") else cpu,
-        "minutes": round(float(np.median(steps)) * state["iter"] / 60_000, 2) if steps else None,  # of training, by its median step
-        "checkpoint": Path(state["path"]).name, "iter": state["iter"], "config": asdict(config), "results": results,
+        "run": name_of(config),
+        "trained_by": state.get("commit"),
+        "scored_by": git_commit(),
+        "torch": torch.__version__,
+        "machine": state.get("machine", checkpoint.machine_name(config)),
+        "minutes": round(float(np.median(steps)) * config.max_iters / 60_000, 2)
+        if steps
+        else None,  # by the median step
+        "checkpoint": Path(state["path"]).name,
+        "iter": state["iter"],
+        "config": asdict(config),
+        "results": results,
         "consistency": consistency(config, state, questions["val"]),
-    }  # fmt: skip
+    }
 
 
 def condensed(result, n):
     """A result of evaluate.py without its single sequences; what they say of all, and of the first n."""
     modes = result["modes"]
     numbers = ("perplexity", "stderr", "tokens", "sequences")
-    laws = [mode for mode in modes if f"{mode}_no_future" in modes]
     return {
         **{name: result[name] for name in ("split", "reading", "draws", "bound", "evaluation_set")},
         "modes": {mode: {name: modes[mode][name] for name in numbers} for mode in modes},
         "first": {mode: statistics(*first(result, mode, n)) for mode in modes},
-        "saved_bits": {law: gain_bits(result, law, len(modes[law]["nll"])) for law in laws},
     }
 
 
 def reproduce(path, given, options, folder):
     """Train and score what is not finished yet."""
     configs = grid(path, given, options)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write into {folder} ({e.strerror}): choose another folder by --results") from None
     for i, config in enumerate(configs):
         target = folder / f"{name_of(config)}.json"
-        if target.exists() and not (wrong := unfit(target, config)):
-            continue
         if target.exists():
-            raise UserError(f"{target} {wrong}: move it away, or give the same settings")
+            _, wrong = read_result(target, config)
+            if wrong:
+                raise UserError(f"{target} {wrong}: move it away, or give the same settings")
+            continue
         print(f"\n{target}, run {i + 1} of {len(configs)}", flush=True)
         train_to_the_end(path, config)
-        result = score(config, given)
+        result = score(config)
         with whole_file(target, "w") as file:
             json.dump(result, file, indent=1)
+
+
+def print_commands(path, given, options):
+    """The runs as commands. The data are prepared first, so that the jobs do not all begin with it at once."""
+    configs = grid(path, given, options)
+    with contextlib.redirect_stdout(sys.stderr):
+        prepare_data.prepare_if_missing(configs[0])
+    common = [f"--{name}={value}" for name, value in given.items() if name != "seed"] + [f"--results={options.results}"]
+    for c in configs:
+        own = [f"--methods={c.variant}", f"--r_max={c.r_max}", f"--seed={c.seed}", "--seeds=1"]
+        print(shlex.join(["python", "reproduce.py", path, *own, *common]))
 
 
 # ---------------------------------------------------------------- floors
@@ -166,20 +190,19 @@ def write_floors(config, folder):
     """What cheaper models make of the validation text, in bits per byte."""
     if config.tokenizer != "bytes":
         raise UserError(f"--floors: counts and xz are for bytes, not for tokenizer = {config.tokenizer!r}")
+    prepare_data.prepare_if_missing(config)
     questions, meta = evaluation_set(config, "val"), read_meta(config)
-    train, val = (read_chunks(config, split) for split in ("train", "val"))
-    five = ngram_nll(train, questions.tokens.numpy(), 5, meta["vocab_size"], meta["separator"])
-    texts = [np.asarray(x).astype(np.uint8).tobytes() for x in (train, val)]  # a separator counts as one byte more
-    alone, past, both = (
-        len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) for text in (texts[1], texts[0], b"".join(texts))
-    )
+    seen, asked = read_chunks(config, "train"), questions.tokens.numpy()
+    five = ngram_nll(seen, asked, 5, meta["vocab_size"], meta["separator"])
+    text, past = (np.asarray(x).astype(np.uint8).tobytes() for x in (asked, seen))  # a separator becomes byte 0
+    alone, before, both = (len(lzma.compress(x, preset=9 | lzma.PRESET_EXTREME)) for x in (text, past, past + text))
     bits = {
         "5-gram model": five.mean() / math.log(2),
-        "xz -9e": 8 * alone / len(texts[1]),
-        "xz -9e behind the training text": 8 * (both - past) / len(texts[1]),
+        "xz -9e of the sequences": 8 * alone / len(text),
+        "xz -9e of them behind the training text": 8 * (both - before) / len(text),
     }
     result = {"evaluation_set": questions.hash, "commit": git_commit(), "config": asdict(config), "bits_per_byte": bits}
-    with whole_file(folder / "floors.json", "w") as file:
+    with whole_file(folder / FLOORS, "w") as file:
         json.dump(result, file, indent=1)
     print(", ".join(f"{name} {value:.3f}" for name, value in bits.items()), "bits per byte")
 
@@ -194,22 +217,23 @@ def main(argv):
     if bad := {"method", "sigma_positions", "out_dir", "init_from"} & set(given):
         raise UserError(f"--{min(bad)} differs from run to run here: choose runs by --methods, --r_max and --seeds")
     path, config = paths[0], load_config(paths, given)
+    if bad := {"method", "sigma_positions", "out_dir", "init_from"} & {*given} | {"out_dir"} & {
+        *read_config_file(path)
+    }:
+        raise UserError(f"{min(bad)} differs from run to run here: leave it out, and choose runs by --methods")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("reproduce.py runs in one process: give the jobs of --list to your GPUs, not torchrun")
     folder = Path(options.results) / Path(path).stem
     if options.list:
-        keys = "".join(f" --{name}={value}" for name, value in given.items() if name != "seed")
-        for c in grid(path, given, options):
-            print(
-                f"python reproduce.py {path} --methods={c.variant} --r_max={c.r_max:g} --seed={c.seed} --seeds=1{keys}"
-            )
-        return
+        return print_commands(path, given, options)
     if options.floors:
         return write_floors(config, folder)
     if not (options.table or options.plot):
         reproduce(path, given, options, folder)
+    if options.table or not options.plot:
+        print_table(path, config, options.split, folder)
     if options.plot:
         plot(path, config, options.split, folder)
-    else:
-        print_table(path, config, options.split, folder)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ class Trainer:
         self.model, self.config, self.rank, self.world = model, config, rank, world
         self.chunks, self.questions = chunks, questions
         self.vocabulary = {"vocab_size": model.body.vocab_size, "separator": model.bos}
+        self.made_by = {"commit": checkpoint.git_commit(), "machine": checkpoint.machine_name(config)}
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.dtype == "float16")
         self.iter, self.best, self.ahead = 0, math.inf, None
@@ -155,7 +156,7 @@ class Trainer:
         return self.total(nll) / self.model.trained_on(cond).sum().item()
 
     def save(self, name, **more):
-        state = {"iter": self.iter, "best": self.best, "config": asdict(self.config), **self.vocabulary}
+        state = {"iter": self.iter, "best": self.best, "config": asdict(self.config), **self.vocabulary, **self.made_by}
         checkpoint.save(Path(self.config.out_dir) / name, {**state, "model": self.model.state_dict(), **more})
 
     def validate_and_save(self, log):
@@ -239,8 +240,8 @@ def set_up(paths, given, options, rank=0, world=1):
     if config.gradient_accumulation_steps % world:
         steps = f"gradient_accumulation_steps = {config.gradient_accumulation_steps}"
         raise UserError(f"{steps} does not split over {world} processes: make it a multiple")
-    if config.dataset == "sotu" and not config.data_folder.exists() and rank == 0:
-        prepare_data.prepare(config, prepare_data.Options())
+    if rank == 0:
+        prepare_data.prepare_if_missing(config)
     if world > 1:
         dist.barrier()
     chunks, questions = prepare_data.read_chunks(config, "train"), evaluation_set(config, "val")
@@ -287,6 +288,7 @@ def main(argv):
             log.plot()
             best = f"lowest validation loss {trainer.best:.4f}" if trainer.best < math.inf else "not validated yet"
             print(f"{trainer.config.out_dir}: step {trainer.iter} of {trainer.config.max_iters}, {best}")
+        return trainer
     finally:
         for number, handler in before:
             signal.signal(number, handler)
