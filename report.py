@@ -257,18 +257,18 @@ def print_table(path, config, split, folder):
         made = [sorted({str(r[key]) for r in runs}) for key in ("trained_by", "scored_by", "machine")]
         print(
             f"{path}, {split}: {rows.size} sequences of {config.block_size} tokens, r_max {r_max:g}, evaluation set "
-            f"{results[0]['evaluation_set']}\n{config.max_iters} steps of {config.sequences_per_step} sequences; {len(runs)} runs"
+            f"{results[0]['evaluation_set']}\n{config.max_iters} steps of {config.sequences_per_step} sequences; {len(runs)} run{'s' * (len(runs) > 1)}"
             + (f" of {min(minutes):.1f} to {max(minutes):.1f} minutes" if minutes else "")
             + f" on {', '.join(made[2])}, {', '.join(sorted({r['config']['dtype'] for r in runs}))}; trained by {', '.join(made[0])}, "
             f"scored by {', '.join(made[1])}\n"
         )
         whole = Rows([r for r in results if r["modes"]["unconditional"]["sequences"] == rows.size], r_max, paper)
-        print(perplexity_table(whole, "modes"), "\n")
+        print(perplexity_table(whole, "modes") + "\n")
         if len(whole.of) < len(rows.of):
             print(f"on the first {rows.few} sequences:\n\n{perplexity_table(rows, 'first')}\n")
-        print(future_table(whole), "\n")
+        print(future_table(whole) + "\n")
         if split == "val":
-            print(consistency_table(rows), "\n")
+            print(consistency_table(rows) + "\n")
             if floors := read_floors(folder, config, results[0]["evaluation_set"]):
                 print(
                     "floors, bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in floors.items()), "\n"
@@ -278,12 +278,12 @@ def print_table(path, config, split, folder):
 
 LEGEND = """\
 Perplexity per token, mean +- standard deviation over seeds; behind a name the number of seeds, if more than one. In brackets the
-paper's figure ({paper}; per GPT-2 token). Compare the percentages below, which
-know no unit: how many more bits per token than ac_gpt's. n.r.: not resolved, the difference is less than two standard errors over
-seeds (of one seed nothing is resolved). <=: a bound of the perplexity. random order: the NLL is the mean over four orders.
-saved by the future: bits per token, and the share of all bits (the paper's share).
-violations of the chain rule: mean of their absolute values; mean with sign, positive where a token helps more in x_c than as left
-context. Both in bits per token."""
+paper's figure ({paper}; per GPT-2 token). To be compared
+are the percentages below: how many more bits per token than ac_gpt's, a ratio without a unit. n.r.: not resolved, the difference is
+less than two standard errors over seeds (of one seed nothing is resolved). <=: a bound. random order: the mean over four orders.
+saved by the future: bits per token, and their share of all bits (in the paper).
+violations of the chain rule, bits per token: mean of their absolute values; mean with sign, positive where a token helps more in
+x_c than as left context."""
 
 
 # ---------------------------------------------------------------- figures

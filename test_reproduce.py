@@ -1,10 +1,12 @@
 """reproduce.py and report.py: what is run, skipped, resumed and left out; every number of the tables by hand; the floors."""
 
-import itertools
 import json
 import math
+import re
+import shlex
 import shutil
 import statistics
+import subprocess
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import evaluate
 import report
 import reproduce
 import train
-from conditioning import MODES, EvaluationSet
+from conditioning import EvaluationSet
 from config import Config, load_config, parse
 from conftest import HERE, SMALL
 from test_baselines import weighty
@@ -36,15 +38,22 @@ def test_the_grid():
 
 def test_listed_commands_are_the_grid(command):
     path = str(HERE / "configs" / "tiny.py")
-    args = ["--seeds=2", "--r_max=0.2,1", "--methods=gpt,sigma_random_query", "--max_iters=7", "--seed=3"]
+    args = [
+        "--seeds=2",
+        "--r_max=0.2,1",
+        "--methods=gpt,sigma_random_query",
+        "--max_iters=7",
+        "--seed=3",
+        "--results=my folder",
+    ]
     code, out, _ = command("reproduce.py", path, *args, "--list")
     paths, given, options = parse([path, *args], reproduce.Options)
     wanted = [c.out_dir for c in reproduce.grid(path, given, options)]
     found = []
     for line in out.splitlines():
-        (script, *paths), given, options = parse(line.split()[1:], reproduce.Options)
+        (script, *paths), given, options = parse(shlex.split(line)[1:], reproduce.Options)
         (config,) = reproduce.grid(*paths, given, options)
-        assert script == "reproduce.py" and config.max_iters == 7
+        assert script == "reproduce.py" and config.max_iters == 7 and options.results == "my folder"
         found.append(config.out_dir)
     assert code == 0 and found == wanted
 
@@ -59,6 +68,7 @@ def finished(data_dir, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         reproduce.main(["small.py", "--methods=gpt,ac_gpt,sigma_random,mlm", "--seeds=2"])
+        reproduce.main(["small.py", "--methods=sigma_temporal_query", "--seeds=1"])
     return folder
 
 
@@ -76,9 +86,11 @@ def results_in(folder):
 
 def test_a_result_can_be_traced(finished):
     found = results_in(finished)
-    assert set(found) == {f"{m}-r0.6-s{s}" for m in ("gpt", "ac_gpt", "sigma_random", "mlm") for s in (1337, 1338)}
+    two = {f"{m}-r0.6-s{s}" for m in ("gpt", "ac_gpt", "sigma_random", "mlm") for s in (1337, 1338)}
+    assert set(found) == two | {"sigma_temporal_query-r0.6-s1337"}
     for name, result in found.items():
-        assert {"commit", "machine", "minutes", "torch", "iter"} <= set(result) and result["run"] == name
+        assert {"scored_by", "machine", "minutes", "torch", "iter"} <= set(result) and result["run"] == name
+        assert result["trained_by"] == checkpoint.git_commit()
         assert result["config"]["max_iters"] == 10 and result["checkpoint"] == "best.pt"
         n = 3 if "mlm" in name else 8
         assert {r["split"] for r in result["results"]} == {"val", "test"}
@@ -144,31 +156,62 @@ def test_foreign_results_are_left_out(work, command):
     (folder / "ac_gpt-r0.6-s7.json").write_text((folder / "ac_gpt-r0.6-s1337.json").read_text()[:900])
     write("gpt-r0.6-s1337 (copy).json")
     write("gpt-r0.6-s4.json", config={**result["config"], "seed": 4, "max_iters": 9})
-    write(
-        "gpt-r0.6-s5.json",
-        config={**result["config"], "seed": 5},
-        results=[{**r, "evaluation_set": "other"} for r in result["results"]],
-    )
+    others = [{**r, "evaluation_set": "other"} for r in result["results"]]
+    write("gpt-r0.6-s5.json", config={**result["config"], "seed": 5}, results=others)
     write("gpt-r0.6-s6.json", config={**result["config"], "seed": 6}, results=[{"split": "val"}])
+    write("gpt-r0.6-s8.json", config={**result["config"], "seed": 8}, results=[])
+    write("gpt-r0.6-s9.json", config={**result["config"], "seed": 9}, results=result["results"][1:])
     (folder / "note.json").write_text("[1, 2]")
+    (folder / "floors.json").write_text("{")
     code, out, err = command("reproduce.py", "small.py", "--table")
     assert code == 0 and out == clean[1] and clean[2] == ""
     for name, why in {
         "ac_gpt-r0.6-s7": "no whole result", "(copy)": "gpt-r0.6-s1337 by its content", "gpt-r0.6-s4": "max_iters = 9, not 10",
-        "gpt-r0.6-s5": "other questions", "gpt-r0.6-s6": "no whole result", "note": "no whole result",
+        "gpt-r0.6-s5": "other questions", "gpt-r0.6-s6": "without reading", "gpt-r0.6-s8": "without results",
+        "gpt-r0.6-s9": "nothing of the split val", "note": "no whole result", "floors": "broken",
     }.items():  # fmt: skip
         assert any(name in line and why in line for line in err.splitlines()), (name, err)
-    assert len(err.splitlines()) == 6
+    assert len(err.splitlines()) == 9
+
+
+def test_different_tokens_stop_the_command(work, expect_refusal):
+    path = work / "results" / "small" / "gpt-r0.6-s1338.json"
+    result = json.loads(path.read_text())
+    result["results"][0]["modes"]["training_no_future"]["tokens"] += 1
+    path.write_text(json.dumps(result))
+    expect_refusal(["training_no_future", "different tokens"], "reproduce.py", "small.py", "--table")
+
+
+def test_a_run_without_log_lines_or_test_split(work, data_dir, command):
+    """No minutes are known then; fineweb has no test split."""
+    shutil.copytree(data_dir / "mini-bytes", work / "data" / "mini-bytes")
+    meta = json.loads((work / "data" / "mini-bytes" / "meta.json").read_text())
+    del meta["tokens"]["test"]
+    (work / "data" / "mini-bytes" / "meta.json").write_text(json.dumps(meta))
+    args = [
+        "small.py",
+        "--methods=gpt",
+        "--seeds=1",
+        "--log_interval=50",
+        "--results=new",
+        "--seed=3",
+        "--data_dir=data",
+    ]
+    code, out, err = command("reproduce.py", *args)
+    (result,) = (json.loads(path.read_text()) for path in (work / "new" / "small").glob("*.json"))
+    assert code == 0 and "1 run on" in out and result["minutes"] is None, err
+    assert {r["split"] for r in result["results"]} == {"val"}
 
 
 # ---------------------------------------------------------------- the tables
 
 
 def cells(out, name):
-    """The cells of the first row of that name and of the line below it, split where there are two spaces or more."""
+    """The cells of the first row of that name and of the line below it."""
     lines = out.splitlines()
-    i = next(i for i, line in enumerate(lines) if line.startswith(name + " "))
-    return [[cell.strip() for cell in line[33:].split("  ") if cell.strip()] for line in lines[i : i + 2]]
+    i = next(i for i, line in enumerate(lines) if line.startswith(name + "  "))
+    first, below = (re.split(r"\s{2,}", line.strip()) for line in lines[i : i + 2])
+    return first[1:], below
 
 
 def test_table_by_hand(finished, command, monkeypatch):
@@ -192,6 +235,8 @@ def test_table_by_hand(finished, command, monkeypatch):
     assert "mlm" not in full and "mlm (2)" in first and "sigma_random, left to right (2)" in full
     a, b = values("mlm", "training", "first")
     assert cells(first, "mlm (2)")[0][2].startswith(f"{(a + b) / 2:.3f} +- ")
+    lines = [line for line in full.splitlines() if re.match(r"(gpt|ac_gpt|sigma|tokens|  .*unconditional)", line)]
+    assert len({len(line) for line in lines[:7]}) == 1, "long names do not push the columns away"
     # the paper's sigma-random is scored from left to right, but not in the training distribution
     assert "(234)" in cells(full, "sigma_random, left to right (2)")[0][0]
     assert "(55.2)" not in cells(full, "sigma_random, left to right (2)")[0][2]
@@ -202,24 +247,28 @@ def test_table_by_hand(finished, command, monkeypatch):
         for x, y in zip(values("ac_gpt", "training_no_future"), values("ac_gpt", "training"))
     ]
     share = sum(saved) / sum(math.log2(x) for x in values("ac_gpt", "training_no_future"))
-    text = f"{sum(saved) / 2:.4f} +- {statistics.stdev(saved):.4f} = {share:.1%} (6.0%)"
+    text = f"{sum(saved) / 2:.4f} +- {statistics.stdev(saved):.4f}, {share:.1%} (6.0%)"
     assert cells(future, "ac_gpt")[0][1] == text, "1 - ln 15.2 / ln 18.1 = 6.0%"
     consistency = out.split("violations of the chain rule")[1]
     signed = [found[f"ac_gpt-r0.6-s{s}"]["consistency"][""]["training"]["signed"] for s in (1337, 1338)]
     assert f"; {sum(signed) / 2:+.4f} +- {statistics.stdev(signed):.4f}" in cells(consistency, "ac_gpt")[0][2]
+    assert "mlm, first 3" in consistency and "sigma_temporal_query  " in full
     assert "test: 8 sequences" in command("reproduce.py", "small.py", "--table", "--split=test")[1]
 
 
 def test_resolved():
     """Means 1 and 2, variances 0.5 each, two seeds: the standard error of the difference is sqrt(0.5 / 2 * 2)."""
     a, b = [0.5, 1.5], [1.5, 2.5]
-    assert report.resolved(a, b) is False and report.resolved(a, [x + 0.42 for x in b]) is True
-    assert report.resolved(a, [x + 0.41 for x in b]) is False and report.resolved([1.0], b) is None
+    assert not report.resolved(a, b) and report.resolved(a, [x + 0.42 for x in b])
+    assert not report.resolved(a, [x + 0.41 for x in b]) and not report.resolved([1.0], [3.0, 3.0])
+    assert not report.resolved([1.0, 1.0], [1.0, 1.0]) and not report.resolved(a, [math.inf, 1.0])
+    assert report.mean_and_std([math.inf, 1.0], 3) == "inf"
 
 
 def test_figures_of_the_paper():
-    small, name = report.paper_figures("tiny")
-    assert name == "B.1" and small[0.6, "ac_gpt", "training"] == 15.2 and small[1.0, "gpt", "unconditional"] == 17.9
+    small, about = report.paper_figures("tiny")
+    assert about == "Table B.1, small on WikiText-103"
+    assert small[0.6, "ac_gpt", "training"] == 15.2 and small[1.0, "gpt", "unconditional"] == 17.9
     assert report.paper_figures("fineweb_base")[0][0.4, "gpt", "unconditional"] == 27.58
     counts = {model: len(report.paper_figures(model)[0]) for model in ("small", "base", "medium", "fineweb_base")}
     assert counts == {"small": 115, "base": 115, "medium": 115, "fineweb_base": 18}, "GPT has three modes of five"
@@ -233,10 +282,14 @@ def test_plot(work, command):
         assert (work / file).read_bytes()[:4] == b"\x89PNG" and (work / file).stat().st_size > 5000
 
 
-def test_committed_results_are_whole(command, monkeypatch):
+def test_committed_results_are_whole(command, monkeypatch, tmp_path):
     """None of them is left out, and README shows what --table prints of them."""
     monkeypatch.chdir(HERE)
-    code, out, err = command("reproduce.py", "configs/tiny.py", "--table")
+    (tmp_path / "tiny").mkdir()
+    listed = subprocess.run(["git", "ls-files", "results/tiny/*.json"], capture_output=True, text=True).stdout.split()
+    for file in listed or (HERE / "results" / "tiny").glob("*.json"):  # without git: all that is there
+        shutil.copy(file, tmp_path / "tiny")
+    code, out, err = command("reproduce.py", "configs/tiny.py", "--table", f"--results={tmp_path}")
     assert code == 0 and err == "" and out.strip() in (HERE / "README.md").read_text()
 
 
@@ -255,10 +308,21 @@ def test_committed_results_are_whole(command, monkeypatch):
         (["small.py", "--methods=gpt", "--max_iters=7"], ["gpt-r0.6-s1337.json", "max_iters = 10, not 7"]),
         (["small.py", "--methods=gpt", "--max_iters=7", "--results=new"], ["out/small-gpt-r0.6-s1337", "max_iters = 10, not 7"]),
         (["small.py", "--floors", "--tokenizer=gpt2"], ["'gpt2'", "bytes"]),
+        (["small.py", "--results=small.py"], ["small.py", "--results"]),
+        (["with_out_dir.py"], ["out_dir", "--methods"]),
+        (["small.py", "--methods=diffusion"], ["small-diffusion-r0.6-s1337", "no ckpt.pt", "delete"]),
     ],
 )  # fmt: skip
 def test_mistakes(work, expect_refusal, args, words):
+    (work / "with_out_dir.py").write_text("out_dir = 'out/all'\n")
+    (work / "out" / "small-diffusion-r0.6-s1337").mkdir()
+    (work / "out" / "small-diffusion-r0.6-s1337" / "best.pt").write_bytes(b"")
     expect_refusal(words, "reproduce.py", *args)
+
+
+def test_not_by_torchrun(work, expect_refusal, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expect_refusal(["--list", "torchrun"], "reproduce.py", "small.py")
 
 
 # ---------------------------------------------------------------- floors
@@ -294,7 +358,7 @@ def test_floors(work, command):
     saved = json.loads((work / "results" / "small" / "floors.json").read_text())
     bits = saved["bits_per_byte"]
     assert code == 0 and all(f"{name} {value:.3f}" in out for name, value in bits.items())
-    assert 0 < bits["5-gram model"] < 8 and bits["xz -9e behind the training text"] < bits["xz -9e"] < 8
+    assert 0 < bits["5-gram model"] < 8 and bits["xz -9e of them behind the training text"] < 8
     assert "5-gram model" in command("reproduce.py", "small.py", "--table")[1], "it is no foreign result"
 
 
@@ -363,9 +427,24 @@ def test_consistency_of_a_run(trained, small, tmp_path, command, expect_refusal)
     expect_refusal(["only a bound", tmp_path / "d"], "evaluate.py", tmp_path / "d", "--consistency")
 
 
+def test_the_first_questions_are_cut_alike():
+    """MLM answers the first few only; its parts A and B are those of the other methods."""
+    from baselines import METHODS
+
+    (tokens, cond), config = random_queries(10), Config(batch_size=10, device="cpu", dtype="float32")
+    cond = cond & (cond.sum(1, keepdim=True) < T - 1)
+    counts = []
+    for n in (4, 10):
+        questions = EvaluationSet(tokens[:n], {"infilling": cond[:n].flip(1), "training": cond[:n]})
+        found = evaluate.chain_rule_violations(weighty(METHODS["ac_gpt"]), config, questions)[""]
+        counts.append({name: count[:4].tolist() for name, (_, count) in found.items()})
+    assert counts[0] == counts[1]
+
+
 def test_default_folders_differ():
-    folders = [
-        load_config([], {"method": method, "sigma_positions": positions}).out_dir
-        for method, positions in itertools.product(("sigma_random", "gpt"), ("dual", "query"))
-    ]
-    assert folders[0] != folders[1] and folders[2] == folders[3] and set(MODES)
+    def folder(method, positions):
+        return load_config([], {"method": method, "sigma_positions": positions}).out_dir
+
+    assert folder("sigma_random", "dual") != folder("sigma_random", "query") and folder("gpt", "dual") == folder(
+        "gpt", "query"
+    )
