@@ -93,6 +93,8 @@ class SigmaRandom(SigmaTemporal):
 class MLM(ConditionalModel):
     """A bidirectional model that is trained to tell all of x_e from x_c, each token by itself."""
 
+    one_pass = False
+
     def hidden(self, tokens, cond, scored, generator=None):
         """The slot of x_i predicts x_i, from x_c alone: x_e is masked."""
         B, L = tokens.size(0), tokens.size(1) + 1
@@ -135,7 +137,7 @@ class Diffusion(MLM):
     """
 
     readings = (("bound", 8),)
-    bound = True
+    bound = one_pass = True
 
     def corrupt(self, cond, generator):
         """-> masked (B, T) bool, and the weight (B, 1) of their NLLs."""

@@ -124,7 +124,7 @@ def five_modes(model, config, questions, draws):
 
 def asked_of(config, questions):
     """The questions that this method answers: all, or of MLM, which takes a pass for each token, the first few."""
-    n = config.mlm_sequences if config.method == "mlm" else len(questions.tokens)
+    n = len(questions.tokens) if METHODS[config.method].one_pass else config.mlm_sequences
     return EvaluationSet(questions.tokens[:n], {name: cond[:n] for name, cond in questions.cond.items()})
 
 
@@ -272,7 +272,8 @@ def table_of(results, n):
 def encode_marked(tokenizer, text, mark, ids_of=None):
     """Text with marked places -> (ids, known), two lists as long as the tokens; what is marked is not known.
 
-    mark: a regular expression whose first group is the marked text. ids_of(match): ids in place of that text, for blanks.
+    mark: a regular expression whose first group is the marked text. ids_of(match, space): ids in place of that text; space: the
+    one that belongs to its first word, or "".
     """
     ids, known, end = [], [], 0
     for match in re.finditer(mark, text):
@@ -280,7 +281,7 @@ def encode_marked(tokenizer, text, mark, ids_of=None):
         if tokenizer.words_carry_their_space and before.endswith(" "):
             before, carried = before[:-1], " "
         known_ids = encode(tokenizer, before)
-        marked_ids = ids_of(match) if ids_of else encode(tokenizer, carried + match[1])
+        marked_ids = ids_of(match, carried) if ids_of else encode(tokenizer, carried + match[1])
         ids += known_ids + marked_ids
         known += [True] * len(known_ids) + [False] * len(marked_ids)
         end = match.end()

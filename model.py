@@ -154,6 +154,7 @@ class ConditionalModel(nn.Module):
 
     readings = (("", 0),)  # ways to score it: (name, random draws of which the mean is taken; 0: exact, left to right)
     bound = False  # is a score only an upper bound of the NLL?
+    one_pass = True  # or does a score take a pass for each token?
 
     def __init__(self, body, bos):
         super().__init__()

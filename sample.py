@@ -1,26 +1,34 @@
-"""Fill in blanks, continue a text, or show what the five modes generate.
+"""Fill in blanks, rewrite, continue a text; draw samples by the paper's protocol.
 
-    python sample.py configs/tiny.py                                         one validation text in each mode
-    python sample.py configs/tiny.py --text "We the ____8 of the United States" --n=3
+    python sample.py configs/tiny.py                                              one validation text in each mode
+    python sample.py configs/tiny.py --text "We the ____8 of the United States"    8 tokens that fit
+    python sample.py configs/tiny.py --text "The ____ of the [[United]] States" --n=3 --lengths=3-12
+    python sample.py configs/tiny.py --text "The ____ is just." --candidates "war|cause of peace"
+    python sample.py configs/tiny.py --file=letter.txt --json                      marks in a file; - is standard input
     python sample.py configs/tiny.py --prompt "Fellow citizens" --max_new_tokens=100
+    python sample.py configs/tiny.py --protocol=paper --mode=infilling --n=241     into samples_infilling.jsonl of the run
 
-A blank is four underscores and its length in tokens, all digits that follow; a text may have several, anywhere. All
-that is not blank is known, the spaces around a blank too; only where a tokenizer joins spaces to the words after them (GPT-2's), the one space in
-front of a blank is dropped, since the first token of the filling brings its own.
-Generated parts are printed as [[..]]. It trains and scores nothing.
+____8 is a blank of 8 tokens (all digits that follow count), ____ one of any length in --lengths, [[words]] are to be rewritten. All the
+rest is known, spaces too; only where a tokenizer joins spaces to the words after them (GPT-2's), the one space in front of a
+mark belongs to what is filled in. --tries fillings of each length are drawn, and the best --n printed behind their log p(text);
+infill.py says why it is that. Generated parts are printed as [[..]]. This file trains nothing.
 """
 
 import itertools
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
+import infill
 from checkpoint import autocast, open_run
 from conditioning import MODES
-from config import UserError, key, parse, run
-from evaluate import check_length, encode_marked, evaluation_set
-from prepare_data import encode, get_tokenizer
+from config import UserError, key, parse, run, whole_file
+from evaluate import check_length, evaluation_set
+from prepare_data import encode, file_sha256, get_tokenizer
 
 PROMPT = 20  # tokens of the unconditional mode's prompt (paper, Appendix A)
 
@@ -47,44 +55,78 @@ def sampler(device, temperature, top_p, seed):
     return pick
 
 
-def show(tokenizer, ids, known):
-    """Text in which the generated parts stand in [[..]]."""
-    runs = itertools.groupby(zip(ids.tolist(), known.tolist()), lambda pair: pair[1])
+def order_generator(model, seed, forced):
+    """For orders and masks, another stream than the tokens'. sigma-GPT takes what is forced from left to right: None."""
+    return torch.Generator().manual_seed(seed ^ 1) if forced is None or model.bound else None
+
+
+def generate(model, config, options, tokens, cond, forced=None, seed=None):
+    """model.generate with the options' sampler, each method in its own way: all (B, T) -> (B, T) on the CPU."""
+    seed = options.seed if seed is None else seed
+    pick = sampler(config.device, options.temperature, options.top_p, seed)
+    with autocast(config):
+        return model.generate(tokens, cond, pick, order_generator(model, seed, forced), forced).cpu()
+
+
+def show(tokenizer, ids, known, marks=("[[", "]]")):
+    """Text in which the generated parts stand in marks."""
+    runs = itertools.groupby(zip(ids, known), lambda pair: pair[1])
     texts = ((tokenizer.decode([i for i, _ in pairs]), is_known) for is_known, pairs in runs)
-    return "".join(text if is_known else f"[[{text}]]" for text, is_known in texts)
+    return "".join(text if is_known else text.join(marks) for text, is_known in texts)
 
 
-def generate(model, config, options, tokens, cond, forced=None):
-    """model.generate for options.n copies of one question, each of shape (T,) -> (n, T) on the CPU.
+# ---------------------------------------------------------------- marked text
 
-    Each method decodes in its own way; but sigma-GPT takes what is forced from left to right.
-    """
-    copies = [None if x is None else x.expand(options.n, -1) for x in (tokens, cond, forced)]
-    pick = sampler(config.device, options.temperature, options.top_p, options.seed)
-    with autocast(config):  # orders and masks come from another stream than the tokens do
-        generator = torch.Generator().manual_seed(options.seed ^ 1) if forced is None or model.bound else None
-        return model.generate(copies[0], copies[1], pick, generator, copies[2]).cpu()
+
+def read_text(options):
+    """--text, or what --file holds."""
+    if options.text is not None:
+        return options.text
+    try:
+        return sys.stdin.read() if options.file == "-" else Path(options.file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(
+            f"--file: cannot read {options.file} ({getattr(e, 'strerror', None) or e}): give a text file"
+        ) from None
+
+
+def read_lengths(options, config):
+    """--lengths=1-12 -> range(1, 13)"""
+    low, _, high = options.lengths.partition("-")
+    if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low) <= config.block_size):
+        raise UserError(
+            f"--lengths={options.lengths}: give a range in 1 .. {config.block_size} (block_size), like 1-12"
+        )
+    return range(int(low), int(high or low) + 1)
 
 
 def fill(model, config, options, tokenizer):
-    """Print --text with its blanks filled."""
+    """Print the best fillings of a marked text."""
+    marked = infill.Marked(tokenizer, read_text(options), config.block_size)
 
-    def unknown(blank):
-        n = int(blank[1] or 0)
-        if not n:
-            raise UserError(f"--text: the blank {blank[0]!r} needs a length in tokens of at least 1, like ____8")
-        check_length("--text", n, config)
-        return [0] * n
+    def draw(ids, known):
+        copies = [x.expand(options.tries, -1) for x in (ids, known)]
+        return generate(model, config, options, *copies)
 
-    ids, known = encode_marked(tokenizer, options.text, r"____(\d*)", unknown)
-    if all(known):
-        raise UserError(f"--text: there is no blank in {options.text[:40]!r}: write one as ____8, 8 tokens long")
-    check_length("--text", len(ids), config)
-    tokens, cond = torch.tensor(ids), torch.tensor(known)
-    if not model.can_condition_on(cond[None]):
-        print(f"note: {config.method} fills a blank from what stands before it alone", file=sys.stderr)
-    for row in generate(model, config, options, tokens, cond):
-        print(show(tokenizer, row, cond))
+    if options.candidates is not None:
+        found = infill.rank_given(model, config, marked, options.candidates.split("|"))
+        shares = torch.tensor([c.log_p for c in found], dtype=torch.float64).softmax(0).tolist()
+    else:
+        if not model.can_condition_on(torch.tensor([marked.encode([place or 1 for place in marked.places])[1]])):
+            print(f"note: {config.method} fills a blank from what stands before it alone", file=sys.stderr)
+        if model.bound:
+            print(f"note: {config.method} has no log p: what it draws is not ranked", file=sys.stderr)
+        found = infill.fill(model, config, marked, read_lengths(options, config), draw)[: options.n]
+        shares = [None] * len(found)
+    for c, share in zip(found, shares):
+        if options.json:
+            runs = itertools.groupby(zip(c.ids, c.known), lambda pair: pair[1])
+            fillings = [tokenizer.decode([i for i, _ in pairs]) for is_known, pairs in runs if not is_known]
+            about = {"text": tokenizer.decode(c.ids), "fillings": fillings, "log_p": c.log_p, "p": share}
+            print(json.dumps({name: value for name, value in about.items() if value is not None}))
+        else:
+            numbers = [form.format(x) for form, x in (("{:9.2f}", c.log_p), ("{:7.2%}", share)) if x is not None]
+            print(*numbers, show(tokenizer, c.ids, c.known), sep="  ")
 
 
 def continue_text(model, config, options, tokenizer):
@@ -92,32 +134,145 @@ def continue_text(model, config, options, tokenizer):
     ids = encode(tokenizer, options.prompt)
     n = options.max_new_tokens or min(200, config.block_size - len(ids))
     check_length("--prompt and --max_new_tokens", len(ids) + max(n, 1), config)
-    tokens = torch.tensor(ids + [0] * n)
-    forced = torch.arange(len(tokens)) < len(ids)
+    tokens = torch.tensor(ids + [0] * n).expand(options.n, -1)
+    forced = (torch.arange(tokens.size(1)) < len(ids)).expand_as(tokens)
     for row in generate(model, config, options, tokens, torch.zeros_like(forced), forced):
-        print(show(tokenizer, row, forced))
+        print(show(tokenizer, row.tolist(), forced[0].tolist()))
+
+
+# ---------------------------------------------------------------- the five modes
+
+
+def asked_in(name, questions):
+    """Of a mode: known (n, T), which in a mode with the future is x_c; in one without, it is forced in the body. Unconditional: a
+    prompt of 20 tokens.
+    """
+    prompt = torch.arange(questions.tokens.size(1)) < PROMPT
+    return questions.cond[MODES[name].law] if MODES[name].law else prompt.expand_as(questions.tokens)
+
+
+def has_mode(model, name, known):
+    """Can the method be sampled in this mode?"""
+    mode = MODES[name]
+    return model.can_condition_on(known) if mode.future else mode.law is None or not model.bound
+
+
+def sample_mode(model, config, options, name, tokens, known, seed=None):
+    """Sample x_e of questions (B, T) in a mode -> (B, T)."""
+    cond, forced = (known, None) if MODES[name].future else (torch.zeros_like(known), known)
+    return generate(model, config, options, tokens, cond, forced, seed)
 
 
 def show_modes(model, config, options, tokenizer):
     """Print the first validation question, answered in each mode."""
     questions = evaluation_set(config, "val")
-    tokens = questions.tokens[0]
-    prompt = torch.arange(len(tokens)) < PROMPT
-    for name, mode in MODES.items():
-        known = questions.cond[mode.law][0] if mode.law else prompt
-        cond = known if mode.future else torch.zeros_like(known)
-        if not model.can_condition_on(cond[None]) or (model.bound and mode.law and not mode.future):
+    for name in MODES:
+        known = asked_in(name, questions)[:1]
+        if not has_mode(model, name, known):
             continue
-        for row in generate(model, config, options, tokens, cond, None if mode.future else known):
-            print(f"--- {name.replace('_', ' ')}\n{show(tokenizer, row, known)}\n", flush=True)
+        rows = [x[:1].expand(options.n, -1) for x in (questions.tokens, known)]
+        for row in sample_mode(model, config, options, name, *rows):
+            print(f"--- {name.replace('_', ' ')}\n{show(tokenizer, row.tolist(), known[0].tolist())}\n", flush=True)
+
+
+# ---------------------------------------------------------------- the paper's protocol
+
+
+def log_p_of(model, config, name, tokens, known, seed):
+    """log p of what was sampled, in nats, in the order in which it was, with temperature 1: [B floats]. None where it would take a
+    pass for each token, or is only a bound.
+    """
+    if model.bound or not model.one_pass:
+        return [None] * len(tokens)
+    cond, forced = (known, None) if MODES[name].future else (torch.zeros_like(known), known)
+    with torch.no_grad(), autocast(config):
+        nll = model.exact_nll(tokens, cond, ~known, order_generator(model, seed, forced))
+    return (-nll.double().sum(1)).tolist()
+
+
+def runs_of(known):
+    """[True, True, False, True] -> [[0, 2], [3, 4]], the known places as half-open ranges."""
+    edges = torch.tensor([False, *known, False]).int().diff().nonzero()[:, 0].tolist()
+    return [list(pair) for pair in zip(edges[::2], edges[1::2])]
+
+
+def read_samples(path, about):
+    """The samples of a file, [] where there is none. UserError if others than those `about` describes are in it."""
+    samples = []
+    for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
+        if not line.endswith("\n"):
+            break  # a kill in the middle of it
+        try:
+            sample = json.loads(line)
+            other = next((name for name in about if sample[name] != about[name]), None)
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}, line {len(samples) + 1} is no sample of ours: move the file away") from None
+        if other:
+            fix = "move the file away, or give the same settings"
+            raise UserError(f"{path} holds samples with {other} = {sample[other]}, not {about[other]}: {fix}")
+        samples.append(sample)
+    return samples
+
+
+def protocol(model, config, options, tokenizer, state):
+    """The paper's samples (Appendix A): n validation questions in a mode, or in all that the method has, one JSON a line. Batches have
+    seeds of their own, so an interrupted file goes on as if nothing had happened.
+    """
+    questions, folder, B = evaluation_set(config, "val"), Path(config.out_dir), config.batch_size
+    if options.n > len(questions.tokens):
+        raise UserError(f"--n={options.n}: the evaluation set has {len(questions.tokens)} sequences (eval_sequences)")
+    about = {"checkpoint": file_sha256(state["path"])[:16], "iter": state["iter"], "evaluation_set": questions.hash}
+    about |= {name: getattr(options, name) for name in ("temperature", "top_p", "seed")} | {"batch_size": B}
+    for name in MODES if options.mode == "all" else [options.mode]:
+        known = asked_in(name, questions)
+        if not has_mode(model, name, known):
+            if options.mode != "all":
+                raise UserError(f"--mode={name}: {config.method} cannot be sampled in it; take another, or all")
+            continue
+        path = folder / f"samples_{name}{tag_of(options)}.jsonl"
+        done = read_samples(path, {"mode": name, **about})[: options.n]
+        whole = done if len(done) == options.n else done[: len(done) // B * B]
+        with whole_file(path, "w", encoding="utf-8") as file:  # without what a kill left of a batch
+            file.writelines(json.dumps(sample) + "\n" for sample in whole)
+        for i in tqdm(range(len(whole), options.n, B), name, disable=None):
+            seed = options.seed * 1_000_003 + i  # of this batch
+            rows = [x[i : i + B] for x in (questions.tokens, known)]
+            filled = sample_mode(model, config, options, name, *rows, seed)
+            log_p = log_p_of(model, config, name, filled, rows[1], seed)
+            samples = [
+                {"mode": name, **about, "i": i + j, "known": runs_of(k.tolist()), "log_p": p, "tokens": ids.tolist(),
+                 "text": tokenizer.decode(ids.tolist())} for j, (ids, k, p) in enumerate(zip(filled, rows[1], log_p))
+            ]  # fmt: skip
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(sample) + "\n" for sample in samples[: options.n - i])
+            except OSError as e:
+                raise UserError(f"cannot write {path} ({e.strerror}): make room and repeat the command") from None
+        print(f"{path}: {options.n} samples", flush=True)
+
+
+def tag_of(options):
+    """What is not the paper's, as a part of the file's name."""
+    usual = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
+    return "".join(f"_{name}{getattr(options, name):g}" for name in usual if getattr(options, name) != usual[name])
+
+
+# ---------------------------------------------------------------- the command
 
 
 @dataclass
 class Options:
-    text: str | None = key(None, "text with blanks like ____8 to be filled")
+    text: str | None = key(None, "text with marks: ____8, ____, [[words]]")
+    file: str | None = key(None, "file with such a text; -: standard input")
     prompt: str | None = key(None, "text to be continued")
-    n: int = key(1, "how many samples", low=1)
+    n: int = key(1, "how many samples, or of marked text how many of the best", low=1)
+    tries: int = key(8, "marked text: how many fillings of each length are drawn", low=1)
+    lengths: str = key("1-12", "marked text: lengths of a blank without one, in tokens")
+    candidates: str | None = key(None, "fillings of the one mark to be ranked, with | between them")
+    json: bool = key(False, "marked text: print JSON, one object a line")
     max_new_tokens: int | None = key(None, "--prompt: how many tokens follow; None: up to 200", low=1)
+    protocol: str | None = key(None, "paper: write samples of the validation questions into the run's folder")
+    mode: str = key("all", "--protocol: which mode", choices=("all", *MODES))
     temperature: float = key(0.8, "below 1: safer; 0: always the likeliest token", low=0, high=100)
     top_p: float = key(0.95, "draw from the likeliest tokens that make up this probability", low=0, high=1)
     seed: int = key(1, "seed of the draws", low=0, high=2**32 - 1)
@@ -128,14 +283,19 @@ def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
     if len(paths) != 1:
         raise UserError("name one config file or run folder (and put text in quotes): python sample.py configs/tiny.py")
-    if options.text is not None and options.prompt is not None:
-        raise UserError("--text fills blanks, --prompt is continued: give one of them")
+    asked = [name for name in ("text", "file", "prompt", "protocol") if getattr(options, name) is not None]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} ask for different things: give one of them")
+    if options.protocol not in (None, "paper"):
+        raise UserError(f"--protocol={options.protocol}: the one there is, is the paper's: --protocol=paper")
     model, config, state = open_run(paths[0], given, options.checkpoint)
     tokenizer = get_tokenizer(config.tokenizer)
-    if options.text is not None:
-        fill(model, config, options, tokenizer)
-    elif options.prompt is not None:
+    if "protocol" in asked:
+        return protocol(model, config, options, tokenizer, state)
+    if "prompt" in asked:
         continue_text(model, config, options, tokenizer)
+    elif asked:
+        fill(model, config, options, tokenizer)
     else:
         show_modes(model, config, options, tokenizer)
     print(f"({state['path']}, step {state['iter']})", file=sys.stderr)

@@ -122,6 +122,13 @@ def test_every_method(small, tmp_path, trained, command, expect_refusal, method,
     assert code == 0 and out.count("---") == len(files.get("", ALL if method == "sigma_random" else SEEN))
     code, out, _ = command("sample.py", folder, "--text", "The ____4 sheep ____2", "--n=2")
     assert code == 0 and out.count("[[") == 4
+    code, out, err = command("sample.py", folder, "--text", "The ____ sheep", "--lengths=2-3")
+    assert code == 2 and "lengths" in err if method == "diffusion" else out.count("[[") == 1
+    code, out, _ = command("sample.py", folder, "--protocol=paper", "--n=3", "--batch_size=2")
+    for name in files.get("", ALL if method == "sigma_random" else SEEN):
+        lines = (folder / f"samples_{name}.jsonl").read_text().splitlines()
+        assert code == 0 and [json.loads(line)["i"] for line in lines] == [0, 1, 2]
+    assert len(out.splitlines()) == len(list(folder.glob("samples_*.jsonl")))
     code, out, _ = command("sample.py", folder, "--prompt", "The ", "--max_new_tokens=5")
     assert code == 0 and out.startswith("The [[")
 
@@ -190,19 +197,6 @@ def test_questions_are_kept(trained, data_dir, expect_refusal):
 # ---------------------------------------------------------------- sample.py
 
 
-def test_blanks(trained, command):
-    text = "____3 sheep ____2jumps over____1"
-    code, out, _ = command("sample.py", trained, "--text", text, "--n=3", "--temperature=1")
-    lines = out.rstrip("\n").split("\n")
-    assert code == 0 and out.count("[[") == 9, out
-    pattern = r"\[\[(.*)\]\] sheep \[\[(.*)\]\]jumps over\[\[(.*)\]\]"
-    assert len(re.findall(pattern, out, re.DOTALL)) >= 1 and len(lines) >= 3
-    assert command("sample.py", trained, "--text", text, "--n=3", "--temperature=1")[1] == out, (
-        "the same seed, the same text"
-    )
-    assert command("sample.py", trained, "--text", text, "--n=3", "--temperature=1", "--seed=2")[1] != out
-
-
 def test_continue_and_modes(trained, command):
     code, out, _ = command("sample.py", trained, "--prompt", "The 7th", "--max_new_tokens=9", "--temperature=0")
     assert code == 0 and out.startswith("The 7th[[") and out.rstrip().endswith("]]")
@@ -216,9 +210,9 @@ def test_what_is_known_and_what_is_forced(trained, command, monkeypatch):
     """Prompts and the no-future modes keep tokens in the body and leave x_c empty; the others put them into x_c."""
     asked = []
 
-    def generate(model, config, options, tokens, cond, forced=None):
-        asked.append((int(cond.sum()), int((cond if forced is None else forced).sum())))
-        return tokens[None]
+    def generate(model, config, options, tokens, cond, forced=None, seed=None):
+        asked.append((int(cond[0].sum()), int((cond if forced is None else forced)[0].sum())))
+        return tokens
 
     monkeypatch.setattr(sample, "generate", generate)
     command("sample.py", trained, "--prompt", "abc", "--max_new_tokens=5")
@@ -257,17 +251,12 @@ def test_spaces_around_a_mark(offline_gpt2):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--text", "no blank"], ["no blank", "____8"]),
-        (["--text", "a ____0 b"], ["____0", "at least 1"]),
-        (["--text", "a ____99999999999"], ["99999999999 tokens", "block_size = 32"]),
         (["--temperature=1e999", "--text", "____3"], ["temperature"]),
-        (["--text", "a ____ b"], ["____", "length"]),
-        (["--text", "x" * 30 + "____3"], ["33 tokens", "block_size = 32"]),
         (["--prompt", "x" * 40], ["block_size = 32"]),
         (["--prompt", "abc", "--max_new_tokens=30"], ["33 tokens", "block_size = 32"]),
         (["--text", "a\udc80 ____3"], ["remove it"]),
         (["--text"], ["needs a value"]),
-        (["--text", "____3", "--prompt", "a"], ["give one of them"]),
+        (["--text", "____3", "--prompt", "a"], ["--text and --prompt", "give one of them"]),
         (["--top_p=2", "--text", "____3"], ["top_p = 2"]),
         (["--n_layer=5", "--text", "____3"], ["n_layer = 5", "n_layer = 2"]),
         (["--checkpoint=no.pt"], ["no.pt is not there", "--checkpoint=best.pt"]),
@@ -357,7 +346,7 @@ def test_from_text_to_filled_blank(tmp_path):
     out = run("train.py", "mine.py")
     assert "step 6/6" in out and "n_embd=32" in out
     assert "unconditional" in run("evaluate.py", "mine.py")
-    assert run("sample.py", "mine.py", "--text", "The ____4 sheep").startswith("The [[")
+    assert "  The [[" in run("sample.py", "mine.py", "--text", "The ____4 sheep")
     assert sorted(os.listdir(tmp_path / "out" / "mine-ac_gpt-r0.6-s1337")) == [
         "best.pt", "ckpt.pt", "eval_val_r0.6.json", "log.csv", "loss.png"
     ]  # fmt: skip
@@ -365,7 +354,8 @@ def test_from_text_to_filled_blank(tmp_path):
 
 
 LAYERS = (
-    ("config", "conditioning", "prepare_data", "fast"), ("model",), ("baselines",), ("checkpoint",), ("evaluate",), ("train", "sample"), ("bench",)
+    ("config", "conditioning", "prepare_data", "fast"), ("model",), ("baselines",), ("checkpoint",), ("evaluate",), ("infill", "report"),
+    ("train", "sample"), ("reproduce", "bench"),
 )  # fmt: skip
 
 
