@@ -4,6 +4,7 @@
     python evaluate.py out/A out/B --r_max=0.6              several runs side by side
     python evaluate.py configs/tiny.py --split=test
     python evaluate.py configs/tiny.py --consistency        how far its conditionals are from those of one joint
+    python evaluate.py configs/tiny.py --samples            what sample.py --protocol drew; --mauve: see generation.py
     python evaluate.py configs/tiny.py --text "The state of the [[Union]] is strong"
 
 The last one prints log p([[..]] | all the rest). A space in front of [[ belongs to the marked part if the tokenizer
@@ -325,6 +326,12 @@ class Options:
     split: str = key("val", "which split is asked about", choices=("val", "test", "train"))
     checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")
     consistency: bool = key(False, "does log p(A, B | C) = log p(A | C) + log p(B | A, C) hold?")
+    samples: bool = key(False, "score the runs' samples_*.jsonl: share of tokens restored")
+    mauve: bool = key(False, "--samples: and MAUVE")
+    mauve_model: str = key(
+        "gpt2-large", "--mauve: model of the features; a run folder, or a name or folder for transformers"
+    )
+    mauve_buckets: int | None = key(None, "--mauve: clusters; None: a tenth of the texts", low=2)
     text: str | None = key(None, "text with [[marked]] parts to score given all the rest")
 
 
@@ -339,6 +346,10 @@ def main(argv):
             score_text(*open_run(place, given, options.checkpoint)[:2], options.text)
         return
     runs = [find_run(place, given, options.checkpoint) for place in places]
+    if options.samples or options.mauve:
+        import generation  # which imports from here
+
+        return generation.print_samples(runs, options)
     questions = [evaluation_set(config, options.split) for config, _ in runs]
     if len({q.hash for q in questions}) > 1:
         fix = "give one --r_max for all, and runs of one data set, tokenizer and block_size"
