@@ -248,6 +248,26 @@ def consistency_table(rows):
     return lines_of("violations of the chain rule", map(title, modes), lines)
 
 
+SAMPLED = ("training", "training_no_future", "infilling", "infilling_no_future")
+
+
+def sample_table(folder):
+    """Of the samples of each run, the share of unknown tokens that are what they were."""
+    kinds, lines = [(mode, t) for mode in SAMPLED for t in (0.8, 0)], []
+    files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    if not files:
+        raise UserError(f"{folder} holds no results: train the runs first, then give --samples=100")
+    for file in sorted(files, key=lambda file: VARIANTS.index(Config(**{k: file["config"][k] for k in VARY}).variant)):
+        of = {(score["mode"], score["temperature"]): score for score in file["scores"]}
+        shares = [f"{of[kind]['restored']:.2%} +- {of[kind]['stderr']:.2%}" if kind in of else "-" for kind in kinds]
+        lines.append((file["run"], [str(file["scores"][0]["n"]), *shares]))
+    titles = [
+        ("sampled, " if t else "greedy, ") + title(mode).replace("training distribution", "training")
+        for mode, t in kinds
+    ]
+    return lines_of("tokens restored", ["n", *titles], lines)
+
+
 def print_table(path, config, split, folder):
     paper, about_paper = paper_figures(Path(path).stem)
     for r_max, results in read_results(folder, config, split).items():

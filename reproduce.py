@@ -6,6 +6,7 @@
     python reproduce.py configs/tiny.py --table             from the results that are there; it trains nothing
     python reproduce.py configs/tiny.py --plot              Figures 2, D.1 and D.2 of the paper, as PNG
     python reproduce.py configs/tiny.py --floors            what xz and a 5-gram model make of the same bytes
+    python reproduce.py configs/tiny.py --samples=100       samples of the runs of one seed, and how much they restore
 
 A finished run leaves one JSON in results/<config>/, with config, seed, commit, evaluation set and token counts. What is finished is
 skipped, what was interrupted is resumed: repeat the command. Seeds count from --seed. Keys given on the command line hold for all
@@ -20,20 +21,22 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import checkpoint
+import generation
 import prepare_data
+import sample
 import train
-from checkpoint import MACHINE, find_run, git_commit
+from checkpoint import MACHINE, find_run, git_commit, open_run
 from config import UserError, key, load_config, parse, read_config_file, run, whole_file
 from evaluate import consistency, evaluate, evaluation_set, first, statistics
 from prepare_data import read_chunks, read_meta
-from report import FLOORS, VARIANTS, difference, name_of, plot, print_table, read_result
+from report import FLOORS, SAMPLED, VARIANTS, difference, name_of, plot, print_table, read_result, sample_table
 
 # ---------------------------------------------------------------- the runs
 
@@ -49,6 +52,7 @@ class Options:
     table: bool = key(False, "print the tables of all results that are there")
     plot: bool = key(False, "draw the figures of all results that are there")
     floors: bool = key(False, "score xz and a 5-gram model")
+    samples: int | None = key(None, "how many samples are drawn, of the runs of the first seed", low=1)
 
 
 def grid(path, given, options):
@@ -207,6 +211,32 @@ def write_floors(config, folder):
     print(", ".join(f"{name} {value:.3f}" for name, value in bits.items()), "bits per byte")
 
 
+# ---------------------------------------------------------------- samples
+
+
+def sample_runs(path, given, options, folder):
+    """Samples of the finished runs of one seed, with temperature 0.8 and greedily, and how much they restore; a JSON a run."""
+    for config in grid(path, given, replace(options, seeds=1)):
+        target = folder / "samples" / f"{name_of(config)}.json"
+        if target.exists():
+            continue
+        if not (Path(config.out_dir) / "best.pt").exists():
+            print(f"left out: {config.out_dir} is not there", file=sys.stderr)
+            continue
+        model, config, _ = open_run(config.out_dir, {name: getattr(config, name) for name in MACHINE})
+        questions, scores = evaluation_set(config, "val"), []
+        for mode, temperature in itertools.product(SAMPLED, (0.8, 0)):
+            if not sample.has_mode(model, mode, sample.asked_in(mode, questions)):
+                continue
+            keys = [f"--n={options.samples}", f"--mode={mode}", f"--temperature={temperature}", "--batch_size=50"]
+            sample.main([config.out_dir, "--protocol=paper", *keys])
+            file = Path(config.out_dir) / f"samples_{mode}{'_temperature0' * (not temperature)}.jsonl"
+            scores.append({"mode": mode, "temperature": temperature, **generation.score_samples(config, file)})
+        about = {"run": name_of(config), "sampled_by": git_commit(), "evaluation_set": questions.hash}
+        with whole_file(target, "w") as file:
+            json.dump({**about, "config": asdict(config), "scores": scores}, file, indent=1)
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -228,6 +258,9 @@ def main(argv):
         return print_commands(path, given, options)
     if options.floors:
         return write_floors(config, folder)
+    if options.samples:
+        sample_runs(path, given, options, folder)
+        return print(sample_table(folder / "samples"))
     if not (options.table or options.plot):
         reproduce(path, given, options, folder)
     if options.table or not options.plot:

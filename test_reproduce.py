@@ -320,6 +320,22 @@ def test_mistakes(work, expect_refusal, args, words):
     expect_refusal(words, "reproduce.py", *args)
 
 
+def test_samples(work, command):
+    code, _, err = command("reproduce.py", "small.py", "--samples=4", "--methods=mlm", "--seed=99")
+    assert code == 2 and "left out: out/small-mlm-r0.6-s99" in err and "holds no results" in err
+    code, out, err = command("reproduce.py", "small.py", "--samples=4", "--methods=gpt,ac_gpt,diffusion")
+    assert code == 0 and "left out: out/small-diffusion-r0.6-s1337" in err
+    table = out[out.index("tokens restored") :].splitlines()
+    assert len(table) == 3 and table[1].count("%") == 8 and table[1].count(" -") >= 4 and table[2].count("%") == 16
+    found = json.loads((work / "results" / "small" / "samples" / "ac_gpt-r0.6-s1337.json").read_text())
+    assert len(found["scores"]) == 8 and found["scores"][0]["n"] == 4 and found["config"]["max_iters"] == 10
+    share = f"{found['scores'][0]['restored']:.2%} +- {found['scores'][0]['stderr']:.2%}"
+    assert re.split(r"\s{2,}", table[2])[2] == share
+    shutil.rmtree(work / "out")
+    assert command("reproduce.py", "small.py", "--samples=4", "--methods=gpt,ac_gpt")[1].splitlines() == table
+    assert "left out" not in command("reproduce.py", "small.py", "--table")[2]
+
+
 def test_not_by_torchrun(work, expect_refusal, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     expect_refusal(["--list", "torchrun"], "reproduce.py", "small.py")
