@@ -346,6 +346,9 @@ def main(argv):
             score_text(*open_run(place, given, options.checkpoint)[:2], options.text)
         return
     runs = [find_run(place, given, options.checkpoint) for place in places]
+    for name in ("mauve_model", "mauve_buckets"):
+        if getattr(options, name) != getattr(Options, name) and not options.mauve:
+            raise UserError(f"--{name} does nothing without --mauve: add it, or leave this out")
     if options.samples or options.mauve:
         import generation  # which imports from here
 

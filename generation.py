@@ -13,6 +13,7 @@ This file samples nothing.
 import hashlib
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -23,13 +24,15 @@ from tqdm import tqdm
 from checkpoint import autocast, open_run
 from config import UserError, whole_file
 from evaluate import evaluation_set, mean_and_error
-from prepare_data import encode, get_tokenizer, read_chunks, read_meta
+from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta
 
 # ---------------------------------------------------------------- the samples
 
 
-def read_samples(path, asked):
-    """The samples of a file as tokens (n, T), known (n, T), log_p: list; UserError unless they answer this evaluation set."""
+def read_samples(path, asked, checkpoint):
+    """The samples of a file as tokens (n, T), known (n, T), log_p: list; UserError unless they answer this evaluation set, and are
+    by this checkpoint (a hash).
+    """
     try:
         samples = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         tokens = torch.tensor([sample["tokens"] for sample in samples])
@@ -39,13 +42,14 @@ def read_samples(path, asked):
                 row[a:b] = True
         if [sample["i"] for sample in samples] != list(range(len(samples))) or not samples:
             raise ValueError("not all samples are there")
-        others = {sample["evaluation_set"] for sample in samples} - {asked.hash}
+        others = {(sample["evaluation_set"], sample["checkpoint"]) for sample in samples} - {(asked.hash, checkpoint)}
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
         raise UserError(
             f"{path} is no whole file of samples ({e}): draw them again with sample.py --protocol"
         ) from None
     if others:
-        raise UserError(f"{path} answers the evaluation set {others.pop()}, not {asked.hash}: draw the samples again")
+        raise UserError(f"{path} is by another checkpoint, or of another evaluation set: {others.pop()}, not "
+                        f"{(asked.hash, checkpoint)}: move it away and draw the samples again")  # fmt: skip
     return tokens, known, [sample["log_p"] for sample in samples]
 
 
@@ -65,11 +69,13 @@ def references(config, n):
     T, tokenizer, meta = config.block_size, get_tokenizer(config.tokenizer), read_meta(config)
 
     def documents(split, start=0):
+        """All documents that begin and end in the split, past a token, without their separators."""
         tokens = np.asarray(read_chunks(config, split)).ravel()[start:]
-        return np.split(tokens, (tokens == meta["separator"]).nonzero()[0] + 1)
+        parts = np.split(tokens, (tokens == meta["separator"]).nonzero()[0] + 1)
+        return [part[:-1] for part in parts[bool(start) : -1] if len(part) > 1]
 
     if config.dataset == "fineweb":
-        found, about = documents("val", 1_024_000)[1:1001], "validation documents past token 1,024,000"
+        found, about = documents("val", 1_024_000)[:1000], "validation documents past token 1,024,000"
     elif config.dataset == "wikitext103":
         rows = documents("test")
         found, about = [row for row in rows if len(row) >= T][:200], f"test paragraphs of at least {T} tokens"
@@ -81,7 +87,8 @@ def references(config, n):
             found = [article for article in articles if len(article) >= T][:200]
     else:
         split = "test" if "test" in meta["tokens"] else "val"
-        found, about = evaluation_set(config, split).tokens[:n].numpy(), f"sequences of the {split} split"
+        about = f"sequences of the {split} split" + ", which are the originals themselves" * (split == "val")
+        found = evaluation_set(config, split).tokens[:n].numpy()
     return [tokenizer.decode(ids[:T].tolist()) for ids in found], about
 
 
@@ -90,7 +97,7 @@ def feature_model(name, device):
 
     name: a run folder of ours (GPT or AC-GPT), or what transformers can load: a folder, or a model of the hub.
     """
-    if any(Path(name).glob("*.pt")):
+    if (Path(name) / "best.pt").exists():
         model, config, _ = open_run(name, {"device": device})
         if config.method not in ("gpt", "ac_gpt"):
             raise UserError(f"--mauve_model={name} is of the method {config.method}: take a gpt or ac_gpt run")
@@ -110,11 +117,13 @@ def feature_model(name, device):
     try:
         tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).to(device).eval()
     except (OSError, ValueError) as e:
-        raise UserError(f"--mauve_model={name} cannot be loaded ({str(e).splitlines()[0][:80]}): give a run folder of "
+        raise UserError(f"--mauve_model={name} cannot be loaded ({f'{e}'.strip()[:80].splitlines()[0]}): give a run folder of "
                         "ours, a folder of transformers, or go online once") from None  # fmt: skip
 
+    longest = min(1024, getattr(model.config, "max_position_embeddings", 1024))
+
     def feature(text):
-        inputs = tokenizer(text, truncation=True, max_length=1024, return_tensors="pt").to(device)
+        inputs = tokenizer(text, truncation=True, max_length=longest, return_tensors="pt").to(device)
         return model(**inputs).last_hidden_state[0, -1]
 
     return feature
@@ -134,16 +143,20 @@ class Mauve:
         texts, self.about = references(config, n)
         self.n, self.buckets = len(texts), buckets or max(2, round(min(len(texts), n) / 10))
         if min(len(texts), n) < self.buckets:
+            fix = "draw more samples, or give fewer buckets by --mauve_buckets"
             raise UserError(
-                f"--mauve_buckets={self.buckets}: there are {n} samples and {len(texts)} references: give fewer"
+                f"{self.buckets} buckets need as many samples and references; there are {n} and {len(texts)}: {fix}"
             )
         self.reference = self.features(texts, config.data_folder)
 
     @torch.no_grad()
     def features(self, texts, cache=None):
         """(n, d); those of the references are kept in the folder `cache`."""
-        key = hashlib.sha256(json.dumps([str(Path(self.name).resolve()), texts]).encode()).hexdigest()[:12]
-        path = cache and cache / f"mauve_{key}.npy"
+        about = [
+            [file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(Path(self.name).glob("*"))
+        ]
+        key = hashlib.sha256(json.dumps([self.name, about, texts]).encode()).hexdigest()[:12]
+        path = cache and os.access(cache, os.W_OK) and cache / f"mauve_{key}.npy"
         if path and path.exists():
             return np.load(path)
         self.model = self.model or feature_model(self.name, self.device)
@@ -173,10 +186,10 @@ def shuffled(text, seed):
 # ---------------------------------------------------------------- the table
 
 
-def score_samples(config, path, mauve=None):
-    """All that is to be said of a file of samples -> dict."""
+def score_samples(config, state, path, mauve=None):
+    """All that is to be said of a run's file of samples -> dict."""
     asked, tokenizer = evaluation_set(config, "val"), get_tokenizer(config.tokenizer)
-    tokens, known, log_p = read_samples(path, asked)
+    tokens, known, log_p = read_samples(path, asked, file_sha256(state["path"])[:16])
     share, error = restored(tokens, known, asked.tokens[: len(tokens)])
     bits = None if None in log_p else -sum(log_p) / (~known).sum().item() / math.log(2)
     score = {
@@ -194,12 +207,17 @@ def score_samples(config, path, mauve=None):
 
 def print_samples(runs, options):
     """Of all files of samples in the runs, (config, state) each, a line."""
-    files = [(config, path) for config, _ in runs for path in sorted(Path(config.out_dir).glob("samples_*.jsonl"))]
+    files = [(*run, path) for run in runs for path in sorted(Path(run[0].out_dir).glob("samples_*.jsonl"))]
     if not files:
         raise UserError(f"{runs[0][0].out_dir} holds no samples: draw them with sample.py --protocol=paper --n=...")
-    config = files[0][0]
-    with open(files[0][1], encoding="utf-8") as file:
-        n = sum(1 for _ in file)
+    if len({evaluation_set(config, "val").hash for config, _ in runs}) > 1:
+        raise UserError("these runs were asked different questions: score them one by one")
+    config, numbers = files[0][0], {path.read_bytes().count(b"\n") for *_, path in files}
+    n = min(numbers)
+    if options.mauve and len(numbers) > 1:
+        raise UserError(
+            f"--mauve: the files hold {', '.join(map(str, sorted(numbers)))} samples: draw as many for each"
+        )
     mauve = Mauve(config, options.mauve_model, n, options.mauve_buckets) if options.mauve else None
     print(f"{'':58}{'n':>5}{'tokens':>9}{'restored':>18}{'bits per token':>16}" + f"{'MAUVE':>18}" * bool(mauve))
 
@@ -209,8 +227,8 @@ def print_samples(runs, options):
             + (f"{score[0]:.3f} +- {score[1]:.3f}".rjust(18) if score else "")
         )
 
-    for config, path in files:
-        s = score_samples(config, path, mauve)
+    for config, state, path in files:
+        s = score_samples(config, state, path, mauve)
         share, bits = f"{s['restored']:.2%} +- {s['stderr']:.2%}", "-" if s["bits"] is None else f"{s['bits']:.3f}"
         line(f"{Path(config.out_dir).name}, {path.stem.removeprefix('samples_')}", s["n"], s["tokens"], share, bits,
              mauve and (s["mauve"], s["mauve_std"]))  # fmt: skip

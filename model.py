@@ -259,7 +259,7 @@ class ConditionalModel(nn.Module):
         """Tensors to the body's device, without making a GPU wait."""
         device = next(self.parameters()).device
         if device.type == "cuda":
-            tensors = [x if x.is_cuda else x.pin_memory() for x in tensors]
+            tensors = [x if x.is_cuda else x.contiguous().pin_memory() for x in tensors]
         tensors = [x.to(device, non_blocking=device.type == "cuda") for x in tensors]
         return tensors if len(tensors) > 1 else tensors[0]
 

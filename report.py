@@ -251,21 +251,36 @@ def consistency_table(rows):
 SAMPLED = ("training", "training_no_future", "infilling", "infilling_no_future")
 
 
-def sample_table(folder):
-    """Of the samples of each run, the share of unknown tokens that are what they were."""
-    kinds, lines = [(mode, t) for mode in SAMPLED for t in (0.8, 0)], []
-    files = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    if not files:
-        raise UserError(f"{folder} holds no results: train the runs first, then give --samples=100")
-    for file in sorted(files, key=lambda file: VARIANTS.index(Config(**{k: file["config"][k] for k in VARY}).variant)):
-        of = {(score["mode"], score["temperature"]): score for score in file["scores"]}
-        shares = [f"{of[kind]['restored']:.2%} +- {of[kind]['stderr']:.2%}" if kind in of else "-" for kind in kinds]
-        lines.append((file["run"], [str(file["scores"][0]["n"]), *shares]))
+def sample_table(folder, config, n):
+    """Of n samples of each run, the share of unknown tokens that are what they were. Files of other settings are named and left out."""
+    kinds, lines = [(mode, t) for mode in SAMPLED for t in (0.8, 0)], {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            file = json.loads(path.read_text())
+            of = {(score["mode"], score["temperature"]): score for score in file["scores"]}
+            wrong = difference(config, file["config"], VARY)
+            if {score["n"] for score in of.values()} != {n}:
+                wrong = wrong or f"{file['scores'][0]['n']} samples, not {n}: delete it to draw anew"
+            shares = [
+                f"{of[kind]['restored']:.2%} +- {of[kind]['stderr']:.2%}" if kind in of else "-" for kind in kinds
+            ]
+            order = (
+                file["config"]["r_max"],
+                VARIANTS.index(Config(**{key: file["config"][key] for key in VARY}).variant),
+            )
+        except (OSError, ValueError, KeyError, TypeError, IndexError, UserError) as e:
+            wrong = f"no whole result ({type(e).__name__})"
+        if wrong:
+            print(f"left out: {path} with {wrong}", file=sys.stderr)
+        else:
+            lines[order] = (file["run"], shares)
+    if not lines:
+        raise UserError(f"{folder} holds no such results: train the runs first, then give --samples=100")
     titles = [
         ("sampled, " if t else "greedy, ") + title(mode).replace("training distribution", "training")
         for mode, t in kinds
     ]
-    return lines_of("tokens restored", ["n", *titles], lines)
+    return lines_of(f"tokens restored, n = {n}", titles, [lines[order] for order in sorted(lines)])
 
 
 def print_table(path, config, split, folder):

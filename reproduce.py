@@ -79,7 +79,7 @@ def keys_of(variant):
 
 
 def train_to_the_end(path, config):
-    """Train, or go on from the last checkpoint."""
+    """Train, or go on from the last checkpoint, unless the run is finished."""
     folder = Path(config.out_dir)
     there = (folder / "ckpt.pt").exists()
     if not there and (folder / "best.pt").exists():
@@ -220,18 +220,22 @@ def sample_runs(path, given, options, folder):
         target = folder / "samples" / f"{name_of(config)}.json"
         if target.exists():
             continue
-        if not (Path(config.out_dir) / "best.pt").exists():
-            print(f"left out: {config.out_dir} is not there", file=sys.stderr)
+        if (
+            read_result(folder / f"{name_of(config)}.json", config)[1]
+            or not (Path(config.out_dir) / "best.pt").exists()
+        ):
+            print(f"left out: {config.out_dir} is not there or not finished", file=sys.stderr)
             continue
-        model, config, _ = open_run(config.out_dir, {name: getattr(config, name) for name in MACHINE})
+        machine = {name: getattr(config, name) for name in MACHINE}
+        model, config, state = open_run(config.out_dir, machine)
         questions, scores = evaluation_set(config, "val"), []
         for mode, temperature in itertools.product(SAMPLED, (0.8, 0)):
             if not sample.has_mode(model, mode, sample.asked_in(mode, questions)):
                 continue
             keys = [f"--n={options.samples}", f"--mode={mode}", f"--temperature={temperature}", "--batch_size=50"]
-            sample.main([config.out_dir, "--protocol=paper", *keys])
-            file = Path(config.out_dir) / f"samples_{mode}{'_temperature0' * (not temperature)}.jsonl"
-            scores.append({"mode": mode, "temperature": temperature, **generation.score_samples(config, file)})
+            sample.main([config.out_dir, "--protocol=paper", *keys, *(f"--{k}={v}" for k, v in machine.items())])
+            file = Path(config.out_dir) / f"samples_{mode}{'_temperature0.0' * (not temperature)}.jsonl"
+            scores.append({"mode": mode, "temperature": temperature, **generation.score_samples(config, state, file)})
         about = {"run": name_of(config), "sampled_by": git_commit(), "evaluation_set": questions.hash}
         with whole_file(target, "w") as file:
             json.dump({**about, "config": asdict(config), "scores": scores}, file, indent=1)
@@ -260,7 +264,7 @@ def main(argv):
         return write_floors(config, folder)
     if options.samples:
         sample_runs(path, given, options, folder)
-        return print(sample_table(folder / "samples"))
+        return print(sample_table(folder / "samples", config, options.samples))
     if not (options.table or options.plot):
         reproduce(path, given, options, folder)
     if options.table or not options.plot:

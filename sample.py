@@ -83,7 +83,8 @@ def read_text(options):
     if options.text is not None:
         return options.text
     try:
-        return sys.stdin.read() if options.file == "-" else Path(options.file).read_text("utf-8")
+        text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text("utf-8-sig")
+        return text.removesuffix("\n")  # as a line of its own ends; print adds it again
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(
             f"--file: cannot read {options.file} ({getattr(e, 'strerror', None) or e}): give a text file"
@@ -93,7 +94,7 @@ def read_text(options):
 def read_lengths(options, config):
     """--lengths=1-12 -> range(1, 13)"""
     low, _, high = options.lengths.partition("-")
-    if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low) <= config.block_size):
+    if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low) <= config.block_size):
         raise UserError(
             f"--lengths={options.lengths}: give a range in 1 .. {config.block_size} (block_size), like 1-12"
         )
@@ -105,14 +106,15 @@ def fill(model, config, options, tokenizer):
     marked = infill.Marked(tokenizer, read_text(options), config.block_size)
 
     def draw(ids, known):
-        copies = [x.expand(options.tries, -1) for x in (ids, known)]
+        copies = [x.expand(max(options.tries, options.n), -1) for x in (ids, known)]
         return generate(model, config, options, *copies)
 
     if options.candidates is not None:
         found = infill.rank_given(model, config, marked, options.candidates.split("|"))
         shares = torch.tensor([c.log_p for c in found], dtype=torch.float64).softmax(0).tolist()
     else:
-        if not model.can_condition_on(torch.tensor([marked.encode([place or 1 for place in marked.places])[1]])):
+        one = marked.encode([place or 1 for place in marked.places])
+        if not model.can_condition_on(torch.tensor([one[1]])):
             print(f"note: {config.method} fills a blank from what stands before it alone", file=sys.stderr)
         if model.bound:
             print(f"note: {config.method} has no log p: what it draws is not ranked", file=sys.stderr)
@@ -120,8 +122,8 @@ def fill(model, config, options, tokenizer):
         shares = [None] * len(found)
     for c, share in zip(found, shares):
         if options.json:
-            runs = itertools.groupby(zip(c.ids, c.known), lambda pair: pair[1])
-            fillings = [tokenizer.decode([i for i, _ in pairs]) for is_known, pairs in runs if not is_known]
+            drawn = iter(i for i, is_known in zip(c.ids, c.known) if not is_known)
+            fillings = [tokenizer.decode(list(itertools.islice(drawn, size))) for size in c.sizes]
             about = {"text": tokenizer.decode(c.ids), "fillings": fillings, "log_p": c.log_p, "p": share}
             print(json.dumps({name: value for name, value in about.items() if value is not None}))
         else:
@@ -152,8 +154,10 @@ def asked_in(name, questions):
 
 
 def has_mode(model, name, known):
-    """Can the method be sampled in this mode?"""
+    """Can the method be sampled in this mode, and is there anything to sample?"""
     mode = MODES[name]
+    if known.all(1).any():
+        return False  # T is no longer than the prompt
     return model.can_condition_on(known) if mode.future else mode.law is None or not model.bound
 
 
@@ -187,7 +191,7 @@ def log_p_of(model, config, name, tokens, known, seed):
     cond, forced = (known, None) if MODES[name].future else (torch.zeros_like(known), known)
     with torch.no_grad(), autocast(config):
         nll = model.exact_nll(tokens, cond, ~known, order_generator(model, seed, forced))
-    return (-nll.double().sum(1)).tolist()
+    return (-nll.cpu().double().sum(1)).tolist()
 
 
 def runs_of(known):
@@ -199,7 +203,11 @@ def runs_of(known):
 def read_samples(path, about):
     """The samples of a file, [] where there is none. UserError if others than those `about` describes are in it."""
     samples = []
-    for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
+    try:
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} cannot be read ({type(e).__name__}): move the file away") from None
+    for line in lines:
         if not line.endswith("\n"):
             break  # a kill in the middle of it
         try:
@@ -223,15 +231,22 @@ def protocol(model, config, options, tokenizer, state):
         raise UserError(f"--n={options.n}: the evaluation set has {len(questions.tokens)} sequences (eval_sequences)")
     about = {"checkpoint": file_sha256(state["path"])[:16], "iter": state["iter"], "evaluation_set": questions.hash}
     about |= {name: getattr(options, name) for name in ("temperature", "top_p", "seed")} | {"batch_size": B}
+    about |= {"device": config.device.partition(":")[0], "dtype": config.dtype}
+    files = []
     for name in MODES if options.mode == "all" else [options.mode]:
         known = asked_in(name, questions)
-        if not has_mode(model, name, known):
-            if options.mode != "all":
-                raise UserError(f"--mode={name}: {config.method} cannot be sampled in it; take another, or all")
+        if has_mode(model, name, known):
+            path = folder / f"samples_{name}{tag_of(options)}.jsonl"
+            files.append((name, known, path, read_samples(path, {"mode": name, **about})))
+        elif options.mode == "all":
+            print(f"left out: {config.method} cannot be sampled in the mode {name}", file=sys.stderr)
+        else:
+            raise UserError(f"--mode={name}: {config.method} cannot be sampled in it; take another, or all")
+    for name, known, path, done in files:
+        if len(done) >= options.n:
+            print(f"{path}: {len(done)} samples are there")
             continue
-        path = folder / f"samples_{name}{tag_of(options)}.jsonl"
-        done = read_samples(path, {"mode": name, **about})[: options.n]
-        whole = done if len(done) == options.n else done[: len(done) // B * B]
+        whole = done[: len(done) // B * B]
         with whole_file(path, "w", encoding="utf-8") as file:  # without what a kill left of a batch
             file.writelines(json.dumps(sample) + "\n" for sample in whole)
         for i in tqdm(range(len(whole), options.n, B), name, disable=None):
@@ -254,7 +269,7 @@ def protocol(model, config, options, tokenizer, state):
 def tag_of(options):
     """What is not the paper's, as a part of the file's name."""
     usual = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
-    return "".join(f"_{name}{getattr(options, name):g}" for name in usual if getattr(options, name) != usual[name])
+    return "".join(f"_{name}{getattr(options, name)}" for name in usual if getattr(options, name) != usual[name])
 
 
 # ---------------------------------------------------------------- the command
@@ -279,6 +294,17 @@ class Options:
     checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")
 
 
+MARKED = ("text", "file")
+NEEDS = {
+    "candidates": MARKED,
+    "lengths": MARKED,
+    "tries": MARKED,
+    "json": MARKED,
+    "max_new_tokens": ("prompt",),
+    "mode": ("protocol",),
+}
+
+
 def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
     if len(paths) != 1:
@@ -286,6 +312,9 @@ def main(argv):
     asked = [name for name in ("text", "file", "prompt", "protocol") if getattr(options, name) is not None]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} ask for different things: give one of them")
+    for name, needs in NEEDS.items():
+        if getattr(options, name) != getattr(Options, name) and not {*needs} & {*asked}:
+            raise UserError(f"--{name} does nothing without --{' or --'.join(needs)}: add that, or leave it out")
     if options.protocol not in (None, "paper"):
         raise UserError(f"--protocol={options.protocol}: the one there is, is the paper's: --protocol=paper")
     model, config, state = open_run(paths[0], given, options.checkpoint)

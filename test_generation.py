@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 
 import numpy as np
@@ -59,15 +60,19 @@ def test_table_of_samples(sampled, command):
         assert row[-1] == f"{-sum(log_p) / count / math.log(2):.3f}"
 
 
-def test_mauve(sampled, command):
+def test_mauve(sampled, command, monkeypatch):
     """Real features, of a model of ours: the originals are nearer to the reference than noise is."""
-    args = ["evaluate.py", sampled, "--samples", "--mauve", f"--mauve_model={sampled}"]
+    load, args = np.load, ["evaluate.py", sampled, "--samples", "--mauve", f"--mauve_model={sampled}"]
     code, out, err = command(*args)
     assert code == 0 and "30 sequences of the test split" in out and "3 buckets" in out and "seeds 0, 1, 2" in out, err
     scores = {line[:58].strip(): float(line.split()[-3]) for line in out.splitlines()[1:-1]}
     assert len(scores) == 7 and all(0 < x <= 1 for x in scores.values())
     assert scores["the originals"] > 0.8
-    assert command(*args)[1] == out, "the references' features are kept, and k-means is seeded"
+    kept = []
+    monkeypatch.setattr(generation.np, "load", lambda path: (path.suffix == ".npy" and kept.append(path)) or load(path))
+    assert command(*args)[1] == out and len(kept) == 1, "the references' features are kept, and k-means is seeded"
+    os.utime(sampled / "best.pt")
+    assert command(*args)[0] == 0 and len(kept) == 1, "other files of the model, other features"
 
 
 def test_mauve_tells_texts_apart(sampled):
@@ -137,15 +142,16 @@ def test_references(tmp_path):
         "a heading of a section begins no article"
     )
     (tmp_path / "c").mkdir()
-    documents = ["x" * 1_023_990, "tail of the first", *(f"document {i}" for i in range(1100))]
+    documents = ["x" * 1_023_990, "tail of the first", *(f"{i} document" for i in range(1100))]
     found, about = generation.references(fake_data(tmp_path / "c", "fineweb", {"val": documents}), 5)
-    assert len(found) == 1000 and found[0].startswith("document ") and "1,024,000" in about
+    assert found == [f"{i} document"[:12] for i in range(1000)] and "1,024,000" in about
 
 
 def test_mistakes(sampled, trained, tmp_path, expect_refusal, monkeypatch):
     expect_refusal(["no samples", "--protocol=paper"], "evaluate.py", trained, "--samples")
     args = ["evaluate.py", sampled, "--samples", "--mauve"]
-    expect_refusal(["--mauve_buckets=31", "30 samples"], *args, "--mauve_buckets=31", f"--mauve_model={sampled}")
+    expect_refusal(["31 buckets", "30 and 30"], *args, "--mauve_buckets=31", f"--mauve_model={sampled}")
+    expect_refusal(["--mauve_buckets", "--mauve:"], *args[:-1], "--mauve_buckets=3")
     expect_refusal([tmp_path, "cannot be loaded"], *args, f"--mauve_model={tmp_path}")
     monkeypatch.setitem(sys.modules, "mauve", None)
     expect_refusal(["pip install mauve-text"], *args)
@@ -154,15 +160,16 @@ def test_mistakes(sampled, trained, tmp_path, expect_refusal, monkeypatch):
 def test_broken_samples(tmp_path):
     asked = type("Asked", (), {"hash": "abc"})
     path = tmp_path / "samples_infilling.jsonl"
-    good = {"i": 0, "tokens": [1, 2], "known": [[0, 1]], "log_p": -1.0, "evaluation_set": "abc"}
+    good = {"i": 0, "tokens": [1, 2], "known": [[0, 1]], "log_p": -1.0, "evaluation_set": "abc", "checkpoint": "c"}
     for lines, why in (
-        ([{**good, "evaluation_set": "other"}], "evaluation set other"),
+        ([{**good, "evaluation_set": "other"}], "another evaluation set"),
+        ([{**good, "checkpoint": "other"}], "another checkpoint"),
         ([good, {**good, "i": 2}], "not all samples"),
         ([{"i": 0}], "no whole file"),
         ([], "no whole file"),
     ):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         with pytest.raises(UserError, match=why):
-            generation.read_samples(path, asked)
+            generation.read_samples(path, asked, "c")
     path.write_text(json.dumps(good) + "\n")
-    assert generation.read_samples(path, asked)[1].tolist() == [[True, False]]
+    assert generation.read_samples(path, asked, "c")[1].tolist() == [[True, False]]

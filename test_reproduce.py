@@ -322,17 +322,27 @@ def test_mistakes(work, expect_refusal, args, words):
 
 def test_samples(work, command):
     code, _, err = command("reproduce.py", "small.py", "--samples=4", "--methods=mlm", "--seed=99")
-    assert code == 2 and "left out: out/small-mlm-r0.6-s99" in err and "holds no results" in err
+    assert code == 2 and "left out: out/small-mlm-r0.6-s99" in err and "holds no such results" in err
     code, out, err = command("reproduce.py", "small.py", "--samples=4", "--methods=gpt,ac_gpt,diffusion")
     assert code == 0 and "left out: out/small-diffusion-r0.6-s1337" in err
     table = out[out.index("tokens restored") :].splitlines()
     assert len(table) == 3 and table[1].count("%") == 8 and table[1].count(" -") >= 4 and table[2].count("%") == 16
+    assert "n = 4" in table[0]
     found = json.loads((work / "results" / "small" / "samples" / "ac_gpt-r0.6-s1337.json").read_text())
     assert len(found["scores"]) == 8 and found["scores"][0]["n"] == 4 and found["config"]["max_iters"] == 10
     share = f"{found['scores'][0]['restored']:.2%} +- {found['scores'][0]['stderr']:.2%}"
-    assert re.split(r"\s{2,}", table[2])[2] == share
+    assert re.split(r"\s{2,}", table[2])[1] == share
     shutil.rmtree(work / "out")
-    assert command("reproduce.py", "small.py", "--samples=4", "--methods=gpt,ac_gpt")[1].splitlines() == table
+    args = ["reproduce.py", "small.py", "--methods=gpt,ac_gpt"]
+    assert command(*args, "--samples=4")[1].splitlines() == table
+    folder = work / "results" / "small" / "samples"
+    (folder / "broken.json").write_text("{")
+    foreign = {**found, "config": {**found["config"], "max_iters": 9}}
+    (folder / "gpt-r0.6-s1.json").write_text(json.dumps(foreign))
+    code, out, err = command(*args, "--samples=4")
+    assert code == 0 and out.splitlines() == table and "broken.json" in err and "max_iters = 9" in err
+    code, out, err = command(*args, "--samples=5")
+    assert code == 2 and "4 samples, not 5" in err
     assert "left out" not in command("reproduce.py", "small.py", "--table")[2]
 
 

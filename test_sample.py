@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 from itertools import product
 
 import pytest
@@ -15,8 +16,8 @@ import train
 from baselines import METHODS
 from checkpoint import open_run
 from config import UserError
-from conftest import SMALL
-from prepare_data import Bytes, main
+from conftest import HERE, SMALL
+from prepare_data import GPT2, Bytes, main
 from test_baselines import weighty
 from test_masks import T, V
 
@@ -157,6 +158,54 @@ def test_long_texts_have_a_window(alphabet, command, tmp_path, monkeypatch):
     assert "abc[[def]]ghi" in command("sample.py", alphabet, "--file=-", "--lengths=3")[1]
 
 
+def test_fillings_belong_to_marks(alphabet, command):
+    """Neighbours, too: no known token stands between them. And long underscores are one blank."""
+    found = lines_of(command, alphabet, "--text", "abc____2____3ij", "--n=20", "--tries=3", "--temperature=2")
+    assert all([len(x) for x in c["fillings"]] == [2, 3] for c in found if c["text"].isascii()) and len(found) > 8
+    assert lines_of(command, alphabet, "--text", "abc____2____3ij")[0]["fillings"] == ["de", "fgh"]
+    assert lines_of(command, alphabet, "--text", "abcd________ijab", "--lengths=3-5")[0]["fillings"] == ["efgh"]
+
+
+def test_words_as_they_were(alphabet, expect_refusal, command):
+    expect_refusal(
+        ["as they were", "--temperature"], "sample.py", alphabet, "--text", "abcd[[efg]]hij", "--temperature=0"
+    )
+    assert "the shortest filling wins" in command("sample.py", alphabet, "--text", "abcd____", "--lengths=1-3")[2]
+
+
+def test_marks_and_spaces(offline_gpt2):
+    """GPT-2's tokens carry their space: it goes with the blank, and a text that is cut before a blank does not end in one."""
+    tokenizer = GPT2()
+    text = "The ____ of the [[United States]] is ____2 strong"
+    marked = infill.Marked(tokenizer, text, 64)
+    ids, known, sizes = marked.encode([1, "United States", 2])
+    assert sizes == [1, 2, 2] and known.count(False) == 5
+    assert tokenizer.decode([i for i, k in zip(ids, known) if k]) == "The of the is strong"
+    cut, _, _ = marked.encode([1], marked.marks[1].start())
+    assert cut == ids[: len(cut)] and tokenizer.decode(cut[2:]) == " of the"
+
+
+def test_sigma_random_ranks_in_its_own_order(small, tmp_path, command):
+    folder = tmp_path / "sigma"
+    train.main([*small, "--method=sigma_random", f"--out_dir={folder}", "--max_iters=2"])
+    _, out, _ = command("sample.py", folder, "--text", "The [[s]]heep", "--candidates=s|t", "--json")
+    found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    model, config, _ = open_run(folder, {})
+    tokens = torch.tensor([list(found["text"].encode())])
+    with torch.no_grad():
+        nll = [model.exact_nll(tokens, tokens < 0, None, g).sum().item() for g in evaluate.seeded(config, 4)]
+    assert math.isclose(found["log_p"], -sum(nll) / 4, abs_tol=1e-3)
+
+
+def test_what_diffusion_draws_is_not_sorted(small, tmp_path, command):
+    folder = tmp_path / "diffusion"
+    train.main([*small, "--method=diffusion", f"--out_dir={folder}", "--max_iters=2"])
+    args = ["sample.py", folder, "--text", "The ____2 sheep", "--json", "--temperature=3", "--top_p=1"]
+    _, out, err = command(*args, "--n=12")
+    drawn = [json.loads(line)["text"] for line in out.splitlines() if line.startswith("{")]
+    assert len(drawn) == 12 and drawn != sorted(drawn) and "not ranked" in err
+
+
 def test_window():
     """T tokens, the unknown ones in their middle where the text is long enough on both sides."""
     known = [True] * 100
@@ -183,7 +232,13 @@ def test_what_knows_no_future_is_ranked_by_it(small, tmp_path, command):
         (["--text", "no blank"], ["no blank", "____8"]),
         (["--text", "a ____0 b"], ["____0", "1 .. 32"]),
         (["--text", "a ____99999999999"], ["____99999999999", "1 .. 32"]),
-        (["--text", "a ____20 b ____20"], ["43 tokens", "block_size = 32"]),
+        (["--text", "a ____20 b ____20"], ["43 tokens", "block_size is 32"]),
+        (["--text", "a ____ ____ b"], ["two blanks of free length", "____8"]),
+        (["--text", "____" + "9" * 5000], ["1 .. 32"]),
+        (["--text", "a ____ b", "--lengths=\u00b2"], ["1 .. 32"]),
+        (["--mode=infilling"], ["--mode", "--protocol"]),
+        (["--candidates=a|b"], ["--candidates", "--text or --file"]),
+        (["--text", "a ____3", "--max_new_tokens=3"], ["--max_new_tokens", "--prompt"]),
         (["--text", "a [[b ____ c]]"], ["overlap"]),
         (["--text", "a [[b"], ["do not pair"]),
         (["--text", "[[]]"], ["do not pair"]),
@@ -191,7 +246,7 @@ def test_what_knows_no_future_is_ranked_by_it(small, tmp_path, command):
         (["--text", "a ____ b", "--lengths=5-3"], ["5-3"]),
         (["--text", "a ____ b", "--lengths=few"], ["few"]),
         (["--text", "a ____ b", "--candidates", "a||b"], ["a||b", "empty"]),
-        (["--text", "____ ____", "--candidates", "a|b"], ["2 marks"]),
+        (["--text", "____2 ____", "--candidates", "a|b"], ["2 marks"]),
         (["--file=nowhere.txt"], ["nowhere.txt"]),
         (["--file=-", "--text=____3"], ["--text and --file"]),
         (["--protocol=mine"], ["mine", "paper"]),
@@ -251,21 +306,32 @@ def test_samples_go_on(run_folder, command):
     for n in (2, 4, 8):
         assert command(*args, f"--n={n}")[0] == 0 and samples(run_folder, "infilling") == straight[:n]
     assert command(*args, "--n=3", "--temperature=0")[0] == 0
-    assert (run_folder / "samples_infilling_temperature0.jsonl").exists() and samples(
-        run_folder, "infilling"
-    ) == straight
+    assert (run_folder / "samples_infilling_temperature0.0.jsonl").exists()
+    assert "8 samples are there" in command(*args, "--n=3")[1]
+    assert samples(run_folder, "infilling") == straight, "asked for fewer: all of them stay"
 
 
 def test_foreign_samples_are_refused(run_folder, small, command, expect_refusal):
     args = ["sample.py", run_folder, "--protocol=paper", "--mode=infilling", "--n=2"]
     assert command(*args)[0] == 0
     before = samples(run_folder, "infilling")
-    expect_refusal(["batch_size = 4, not 2", "move the file"], *args, "--batch_size=2")
+    expect_refusal(["batch_size = 4, not 2", "move the file"], *args, "--n=4", "--batch_size=2")
+    expect_refusal(["dtype = float32, not bfloat16"], *args, "--n=4", "--dtype=bfloat16")
     train.main([*small, f"--out_dir={run_folder}", "--max_iters=4", "--resume"])
     expect_refusal(["checkpoint = "], *args)
     assert samples(run_folder, "infilling") == before
-    (run_folder / "samples_infilling.jsonl").write_text("{}\n")
-    expect_refusal(["line 1 is no sample"], *args)
+    for bad, words in ((b"{}\n", "line 1 is no sample"), (b"\xff\n", "cannot be read")):
+        (run_folder / "samples_infilling.jsonl").write_bytes(bad)
+        expect_refusal([words], *args)
+
+
+def test_a_prompt_that_fills_all(small, tmp_path, command, expect_refusal):
+    folder = tmp_path / "short"
+    train.main([*small, "--block_size=16", f"--out_dir={folder}", "--max_iters=2"])
+    args = ["sample.py", folder, "--protocol=paper", "--n=2"]
+    expect_refusal(["--mode=unconditional"], *args, "--mode=unconditional")
+    code, out, err = command(*args)
+    assert code == 0 and len(out.splitlines()) == 4 and "left out" in err and "unconditional" in err
 
 
 def test_modes_that_a_method_lacks(small, tmp_path, expect_refusal):
@@ -273,3 +339,16 @@ def test_modes_that_a_method_lacks(small, tmp_path, expect_refusal):
         folder = tmp_path / method
         train.main([*small, f"--method={method}", f"--out_dir={folder}", "--max_iters=2"])
         expect_refusal([f"--mode={mode}", method], "sample.py", folder, "--protocol=paper", f"--mode={mode}")
+
+
+def test_readme_in_python(trained, capsys):
+    """The example of README runs."""
+    text = (HERE / "README.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "open_run" in block)
+    exec(code.replace("out/demo", str(trained)), {})
+    out = capsys.readouterr().out.splitlines()
+    assert (
+        out[0].startswith("tensor(-")
+        and out[1].startswith("The Congress of the ")
+        and " has the power." in "".join(out)
+    )
