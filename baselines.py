@@ -107,7 +107,7 @@ class MLM(ConditionalModel):
         """One pass per token, in which x_c and all before it are known; as many at a time as there are sequences."""
         scored = ~cond if scored is None else scored
         place = torch.arange(cond.size(1))
-        nll = fast.at_least_float32(self.body.wte.weight.new_zeros(cond.shape))
+        nll = fast.at_least_float32(self.body.head_weight.new_zeros(cond.shape))
         for b, t in zip(*(x.split(len(tokens)) for x in scored.nonzero().unbind(1))):
             alone = place == t[:, None]
             known = cond[b] | (place < t[:, None])

@@ -37,7 +37,12 @@ def build(config, vocab_size, separator):
     torch.manual_seed(config.seed)
     if config.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # float32 products in TF32
-    body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
+    if config.llm:
+        import llm  # needs transformers
+
+        body = llm.load(config, vocab_size)
+    else:
+        body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
     more = {"positions": config.sigma_positions} if config.method.startswith("sigma") else {}
     return METHODS[config.method](body, bos=separator, **more).to(config.device)
 
@@ -128,8 +133,18 @@ def find_run(place, given, name="best.pt", to_resume=False):
 def restore(config, state):
     """The model of a run, with the weights of the checkpoint."""
     model = build(config, state["vocab_size"], state["separator"])
-    model.load_state_dict(state["model"])
+    weights = trained_weights(model)
+    if missing := set(weights) ^ set(state["model"]):
+        raise UserError(f"{state['path']} does not fit its config: {min(missing)} is in one of them only; train again")
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(state["model"][name])
     return model.eval()
+
+
+def trained_weights(model):
+    """{name: parameter} of all that is trained: everything, or of a language model with an adapter, that one."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def open_run(*place, **how):

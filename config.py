@@ -43,7 +43,9 @@ class Config:
 
     # data
     dataset: str = key("sotu", "sotu, wikitext103, fineweb, or the name given to prepare_data.py", fixed="run")
-    tokenizer: str = key("bytes", "tokenizer of the data", choices=("bytes", "gpt2"), fixed="model")
+    tokenizer: str = key(
+        "bytes", "tokenizer of the data: bytes, gpt2, hf:FOLDER_OR_NAME of transformers", fixed="model"
+    )
     data_dir: str = key("data", "folder of the prepared data sets")
     block_size: int = key(1024, "T, body tokens of a sequence", low=1, fixed="model")
     # method
@@ -62,6 +64,15 @@ class Config:
     n_head: int = key(12, "attention heads", low=1, fixed="model")
     n_embd: int = key(768, "width", low=1, fixed="model")
     dropout: float = key(0.1, "dropout in training", low=0, high=1)
+    llm: str | None = key(
+        None, "instead of these: a folder of transformers or a name on the hub (llm.py)", fixed="model"
+    )
+    lora_rank: int = key(16, "llm: rank of the LoRA adapter; 0: all weights are trained", low=0, fixed="model")
+    lora_alpha: float = key(32.0, "llm: scale of the adapter, times 1 / rank", low=0, fixed="model")
+    lora_targets: str = key(
+        "all-linear", "llm: the layers with an adapter, by their names with commas between", fixed="model"
+    )
+    gradient_checkpointing: bool = key(False, "llm: less memory, a third more time")
     # optimisation
     batch_size: int = key(8, "sequences of a micro-batch", low=1)
     gradient_accumulation_steps: int = key(16, "micro-batches of a step, over all processes together", low=1)
@@ -106,6 +117,10 @@ class Config:
             )
         if self.method.startswith("sigma") and self.sigma_positions == "dual" and self.n_embd < 4 * self.n_head:
             raise UserError(f"n_head = {self.n_head}: 'dual' needs heads of width 4 at least; lower it")
+        if self.tokenizer not in ("bytes", "gpt2") and not self.tokenizer.startswith("hf:"):
+            raise UserError(f"tokenizer = {self.tokenizer!r} is unknown: choose from bytes, gpt2, hf:FOLDER_OR_NAME")
+        if self.llm and self.method not in ("gpt", "ac_gpt"):
+            raise UserError(f"method = {self.method!r} is not for an llm: choose from gpt, ac_gpt")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise UserError(f"min_lr = {self.min_lr} is larger than learning_rate = {self.learning_rate}: lower it")
 
@@ -117,7 +132,7 @@ class Config:
 
     @property
     def data_folder(self):
-        return Path(self.data_dir) / f"{self.dataset}-{self.tokenizer}"
+        return Path(self.data_dir) / f"{self.dataset}-{Path(self.tokenizer.removeprefix('hf:')).name}"
 
     @property
     def sequences_per_step(self):

@@ -53,7 +53,8 @@ class SummedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, head, weight, hidden, targets, scale):
-        total, d_weight, d_hidden = 0.0, torch.zeros_like(weight), torch.empty_like(hidden)
+        total, d_hidden = 0.0, torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # it may be frozen
         for i in range(0, len(hidden), ROWS):
             h, x, s = hidden[i : i + ROWS], targets[i : i + ROWS, None], scale[i : i + ROWS, None]
             log_p = at_least_float32(head(h)).log_softmax(-1)
@@ -62,14 +63,15 @@ class SummedNLL(torch.autograd.Function):
                 d_logits = log_p.exp_().scatter_add_(1, x, -torch.ones_like(x, dtype=log_p.dtype))
                 d_logits = d_logits.mul_(s).to(weight.dtype)
                 d_hidden[i : i + ROWS] = d_logits @ weight
-                d_weight += d_logits.T @ h
+                if d_weight is not None:
+                    d_weight += d_logits.T @ h
         ctx.save_for_backward(d_weight, d_hidden)
         return total
 
     @staticmethod
     def backward(ctx, grad):
         d_weight, d_hidden = ctx.saved_tensors
-        return None, d_weight.mul_(grad), d_hidden.mul_(grad), None, None
+        return None, d_weight if d_weight is None else d_weight.mul_(grad), d_hidden.mul_(grad), None, None
 
 
 def at_least_float32(x):

@@ -116,14 +116,22 @@ class Transformer(nn.Module):
             x = block(x, ropes, allowed, cache=cache)
         return self.ln_f(self.blocks[-1](x, ropes, allowed, rows, caches[-1]))
 
+    def caches(self, L):
+        """Empty caches for L slots, one a block."""
+        return [fast.Cache(L) for _ in self.blocks]
+
     def ropes(self, positions):
         """The rotary angles of queries and of keys."""
         rope = rotary(positions, self.d)
         return rope, rope
 
+    @property
+    def head_weight(self):
+        return self.wte.weight
+
     def head(self, hidden):
         """hidden (..., D) -> logits (..., V) with the input embedding as weights; V includes the filling, at -inf."""
-        logits = F.linear(hidden, self.wte.weight)
+        logits = F.linear(hidden, self.head_weight)
         logits[..., self.vocab_size :] = -torch.inf
         return logits
 
@@ -222,7 +230,7 @@ class ConditionalModel(nn.Module):
         """The sum of scale * NLL over `scored`, both (B, T)."""
         hidden = self.hidden(tokens, cond, scored, generator)
         targets, scale = self.moved(tokens[scored], scale[scored])
-        return fast.SummedNLL.apply(self.body.head, self.body.wte.weight, hidden, targets, scale)
+        return fast.SummedNLL.apply(self.body.head, self.body.head_weight, hidden, targets, scale)
 
     def forward(self, *args):
         """training_loss, so that DistributedDataParallel can wrap it."""
@@ -244,7 +252,7 @@ class ConditionalModel(nn.Module):
         """Of the last T slots each predicts a token (B, T), which goes into the next slot; those in `keep` stay."""
         slots, positions, present = self.moved(slots, positions, present)
         P = slots.size(1) - tokens.size(1)
-        caches = [fast.Cache(slots.size(1)) for _ in self.body.blocks]
+        caches = self.body.caches(slots.size(1))
         start, tokens, kept = 0, *self.moved(tokens, keep)
         for t in (~keep).any(0).nonzero()[:, 0].tolist():
             new = slice(start, P + t + 1)  # the last of them predicts x_{t+1}

@@ -80,7 +80,41 @@ class GPT2:
         return self.bpe.decode(ids)
 
 
+class Pretrained:
+    """The tokenizer of a pretrained model, by transformers. Its BOS, else its EOS, separates documents; it adds no tokens itself."""
+
+    words_carry_their_space = True
+
+    def __init__(self, name):
+        try:
+            from transformers import AutoTokenizer
+
+            self.own = AutoTokenizer.from_pretrained(name)
+        except ImportError:
+            raise UserError(f"tokenizer = 'hf:{name}' needs a package: pip install -r requirements-llm.txt") from None
+        except (OSError, ValueError) as e:
+            what = f"{e}".strip().splitlines()[0][:100]
+            raise UserError(
+                f"tokenizer = 'hf:{name}' cannot be loaded ({what}): give a folder, or go online once"
+            ) from None
+        self.vocab_size = len(self.own)
+        self.separator = self.own.eos_token_id if self.own.bos_token_id is None else self.own.bos_token_id
+        if self.separator is None:
+            raise UserError(
+                f"tokenizer = 'hf:{name}' has neither BOS nor EOS, which separates documents: set one of them"
+            )
+
+    def encode_batch(self, texts):
+        ids = self.own(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [np.array(row, np.uint32) for row in ids]
+
+    def decode(self, ids):
+        return self.own.decode(ids, clean_up_tokenization_spaces=False)
+
+
 def get_tokenizer(name):
+    if name.startswith("hf:"):
+        return Pretrained(name.removeprefix("hf:"))
     return {"bytes": Bytes, "gpt2": GPT2}[name]()
 
 

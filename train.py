@@ -156,8 +156,9 @@ class Trainer:
         return self.total(nll) / self.model.trained_on(cond).sum().item()
 
     def save(self, name, **more):
+        weights = {name: p.detach() for name, p in checkpoint.trained_weights(self.model).items()}
         state = {"iter": self.iter, "best": self.best, "config": asdict(self.config), **self.vocabulary, **self.made_by}
-        checkpoint.save(Path(self.config.out_dir) / name, {**state, "model": self.model.state_dict(), **more})
+        checkpoint.save(Path(self.config.out_dir) / name, {**state, "model": weights, **more})
 
     def validate_and_save(self, log):
         """Validate, and write best.pt (weights) if it is the best so far, then ckpt.pt (all that resuming needs)."""

@@ -1,0 +1,223 @@
+"""Language models of transformers, randomly initialised: the wrapper changes nothing, and all that holds for the small models holds."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import checkpoint
+import llm
+import model as M
+import train
+from conftest import SMALL, TEXT
+from test_masks import (
+    T,
+    V,
+    check_future_is_used,
+    check_no_leak,
+    check_one_by_one,
+    check_sum_to_one,
+    nll,
+    random_queries,
+)
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES = {
+    "llama": lambda **more: transformers.LlamaConfig(num_key_value_heads=2, **{**SIZE, **more}),
+    "qwen3": lambda **more: transformers.Qwen3Config(num_key_value_heads=2, head_dim=16, **{**SIZE, **more}),
+    "gpt_neox": lambda **more: transformers.GPTNeoXConfig(**{**SIZE, **more}),  # rotates a quarter of each head
+    "olmo2": lambda **more: transformers.Olmo2Config(num_key_value_heads=4, **{**SIZE, **more}),
+}
+
+
+def wrapped(family, method=M.ACGPT, **more):
+    """A model with weights so large that any leak shows, and transformers' own copy of it."""
+    torch.manual_seed(0)
+    own = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](**more)).eval()
+    with torch.no_grad():
+        for p in own.parameters():
+            if p.dim() == 2:
+                p.normal_(std=0.5)
+    ours = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(own.config)).eval()
+    ours.load_state_dict(own.state_dict())
+    transformers.AttentionInterface.register("ac_gpt", llm.attention)
+    llm.check_wrapping(ours, V, family)
+    return method(llm.LanguageModel(ours, V), bos=V - 1).eval(), own
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_facts(family):
+    model, _ = wrapped(family)
+    for check in (check_no_leak, check_sum_to_one, check_one_by_one, check_future_is_used):
+        check(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", [M.ACGPT, M.GPT])
+def test_empty_condition_is_the_model_itself(family, method):
+    """Against transformers' own forward with explicit targets: BOS before, no double shift."""
+    model, own = wrapped(family, method)
+    tokens, cond = random_queries()
+    with torch.no_grad():
+        logits = own(torch.cat([torch.full((len(tokens), 1), V - 1), tokens], 1)).logits[:, :-1]
+        expected = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+        assert torch.allclose(nll(model, tokens, cond & False), expected.double(), atol=1e-5)
+        loss, n = M.GPT(model.body, V - 1).training_loss(tokens, cond)
+    assert n == tokens.numel() and torch.allclose(loss.double(), expected.double().sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mask_and_packing_agree(family):
+    """A padded batch with the dense mask, as sampling sees it, and sequences one behind the other, as training does."""
+    model, _ = wrapped(family)
+    tokens, cond = random_queries()
+    slots, positions, present = model.arrange(tokens, cond)
+    with torch.no_grad():
+        dense = model.body(slots, positions, M.ac_mask(present, slots.size(1) - T))[:, -T:]
+        packed = model.states(slots, positions, present, torch.ones_like(cond)).view_as(dense)
+    assert torch.allclose(dense, packed, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_changes_nothing(family):
+    model, _ = wrapped(family)
+    tokens, cond = random_queries()
+    filled = model.generate(tokens.masked_fill(~cond, 0), cond, lambda logits: logits.argmax(-1))
+    with torch.no_grad():
+        best = model.logits(filled, cond).argmax(-1)
+    assert torch.equal(filled[~cond], best[~cond]) and torch.equal(filled[cond], tokens[cond])
+
+
+def test_ids_beyond_the_tokenizer_have_no_probability():
+    torch.manual_seed(0)
+    own = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"](vocab_size=V + 3)).eval()
+    transformers.AttentionInterface.register("ac_gpt", llm.attention)
+    llm.check_wrapping(own, V, "llama")
+    check_sum_to_one(M.ACGPT(llm.LanguageModel(own, V), bos=V - 1))
+
+
+# ---------------------------------------------------------------- a folder, as a user has it
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A small Llama with a tokenizer of words and letters, as transformers saves them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("llm") / "TinyLlama"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {letter: i for i, letter in enumerate([*letters, "</s>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(path)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(FAMILIES["llama"](vocab_size=len(ids))).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def keys(folder, tmp_path_factory):
+    """The arguments of a run on that folder, its data prepared."""
+    import prepare_data
+
+    data = tmp_path_factory.mktemp("llm_data")
+    (data / "text.txt").write_text(TEXT)
+    prepare_data.main(["mini", f"--input={data / 'text.txt'}", f"--data_dir={data}", f"--tokenizer=hf:{folder}"])
+    size = ("--n_layer", "--n_head", "--n_embd", "--learning_rate")
+    return [
+        *(key for key in SMALL if not key.startswith(size)), f"--data_dir={data}", f"--tokenizer=hf:{folder}", f"--llm={folder}",
+        "--learning_rate=1e-2", "--lora_rank=4",
+    ]  # fmt: skip
+
+
+def test_prepared_data(keys, folder):
+    import prepare_data
+    from config import load_config, parse
+
+    config = load_config([], parse(keys)[1])
+    meta, chunks = prepare_data.read_meta(config), prepare_data.read_chunks(config, "train")
+    assert config.data_folder.name == "mini-TinyLlama" and meta["vocab_size"] == 257 and meta["separator"] == 256
+    tokenizer = prepare_data.get_tokenizer(config.tokenizer)
+    assert TEXT.startswith(tokenizer.decode(chunks[0].tolist())) and tokenizer.decode([256]) == "</s>"
+
+
+@pytest.mark.parametrize(
+    "how", [[], ["--lora_rank=0"], ["--method=gpt"], ["--gradient_checkpointing"], ["--dtype=bfloat16"]]
+)
+def test_fine_tuning(keys, tmp_path, command, how):
+    """LoRA and full, AC-GPT and the causal baseline: the loss falls, runs resume, the scripts take the result like any other."""
+    args = [*keys, *how, f"--out_dir={tmp_path}"]
+    assert command("train.py", *args, "--max_iters=6", "--eval_interval=3")[0] == 0
+    code, out, err = command("train.py", *args, "--max_iters=12", "--eval_interval=3", "--resume")
+    assert code == 0, err
+    losses = [
+        float(line.split("validation loss ")[1].split(",")[0]) for line in out.splitlines() if "validation loss" in line
+    ]
+    assert losses[-1] < losses[0]
+    state = checkpoint.load(tmp_path / "best.pt")
+    assert all(("lora_" in name) == ("--lora_rank=0" not in how) for name in state["model"])
+    code, out, err = command("evaluate.py", tmp_path)
+    assert code == 0 and "unconditional" in out, err
+    code, out, err = command("sample.py", tmp_path, "--text", "The ____3 sheep", "--json")
+    assert code == 0 and len(json.loads(out)["fillings"]) == 1, err
+
+
+def test_ten_and_ten_steps_are_twenty(keys, tmp_path):
+    states = []
+    for parts in ((20,), (10, 20)):
+        out = tmp_path / str(len(parts))
+        for n in parts:
+            more = ["--resume"] * (n == 20 and len(parts) == 2)
+            train.main([*keys, f"--out_dir={out}", f"--max_iters={n}", "--warmup_iters=0", "--min_lr=1e-2", *more])
+        states.append(checkpoint.load(out / "ckpt.pt"))
+    for name, weight in states[0]["model"].items():
+        assert torch.equal(weight, states[1]["model"][name]), name
+    assert any(weight.abs().max() > 0 for name, weight in states[0]["model"].items() if "lora_B" in name)
+
+
+def test_a_frozen_head_costs_no_gradient(keys, tmp_path):
+    train.main([*keys, f"--out_dir={tmp_path}", "--max_iters=1"])
+    model, _, _ = checkpoint.open_run(str(tmp_path), {})
+    tokens = torch.randint(256, (2, 8))
+    loss, _ = model.training_loss(tokens, torch.zeros(2, 8, dtype=torch.bool))
+    loss.backward()
+    grads = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert grads and all("lora_" in name for name in grads)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "about, words",
+    [
+        (lambda: transformers.GPT2Config(), "no rotary positions"),
+        (lambda: transformers.MistralConfig(sliding_window=16), "slides over the last 16"),
+        (lambda: transformers.Gemma2Config(), "sliding_attention"),
+        (lambda: transformers.Qwen3Config(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding"),
+    ],
+)
+def test_models_that_will_not_do(about, words):
+    assert words in llm.why_not(about())
+    assert all(llm.why_not(family()) is None for family in FAMILIES.values())
+
+
+def test_mistakes(keys, folder, tmp_path, expect_refusal, monkeypatch):
+    args = ["train.py", *keys, f"--out_dir={tmp_path / 'run'}"]
+    expect_refusal(["cannot be loaded", "nowhere"], *args, f"--llm={tmp_path / 'nowhere'}")
+    expect_refusal(["method = 'mlm'", "gpt, ac_gpt"], *args, "--method=mlm")
+    expect_refusal(["lora_targets = 'no_such'"], *args, "--lora_targets=no_such")
+    expect_refusal(["tokenizer = 'hf:nowhere'"], "prepare_data.py", "x", "--input=x", "--tokenizer=hf:nowhere")
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=300, n_layer=1, n_head=2, n_embd=8)
+    ).save_pretrained(tmp_path / "gpt2")
+    expect_refusal(["gpt2", "no rotary positions"], *args, f"--llm={tmp_path / 'gpt2'}")
+    small = transformers.LlamaForCausalLM(FAMILIES["llama"](vocab_size=100))
+    small.save_pretrained(tmp_path / "small")
+    expect_refusal(["100 ids", "257"], *args, f"--llm={tmp_path / 'small'}")
+    monkeypatch.setattr(llm, "transformers", None)
+    expect_refusal(["requirements-llm.txt"], *args)
