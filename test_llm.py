@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import finetune
 import llm
 import model as M
 import train
@@ -221,3 +222,84 @@ def test_mistakes(keys, folder, tmp_path, expect_refusal, monkeypatch):
     expect_refusal(["100 ids", "257"], *args, f"--llm={tmp_path / 'small'}")
     monkeypatch.setattr(llm, "transformers", None)
     expect_refusal(["requirements-llm.txt"], *args)
+
+
+# ---------------------------------------------------------------- finetune.py
+
+
+@pytest.fixture(scope="session")
+def tuned(keys, tmp_path_factory):
+    """The folders of three runs: AC-GPT by LoRA, the causal baseline, the model before training."""
+    out = tmp_path_factory.mktemp("tuned")
+    (out / "mine.py").write_text("")
+    for name, more in (("ac", []), ("causal", ["--method=gpt"]), ("untrained", ["--untrained"])):
+        finetune.main([str(out / "mine.py"), *keys, *more, f"--out_dir={out / name}"])
+    return out
+
+
+def test_adapters_are_peft_s(tuned, folder):
+    """Anyone with peft loads it; it computes what the run does."""
+    import peft
+
+    model = checkpoint.open_run(str(tuned / "ac"), {})[0]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    other = peft.PeftModel.from_pretrained(plain, tuned / "ac" / "adapter").eval()
+    tokens = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = other(torch.cat([torch.full((2, 1), 256), tokens], 1)).logits[:, :-1, :257]
+        ours = model.logits(tokens, torch.zeros_like(tokens, dtype=torch.bool))[..., :257]
+    assert torch.allclose(logits, ours, atol=1e-4)
+    about = json.loads((tuned / "ac" / "adapter" / "acgpt.json").read_text())
+    assert about["method"] == "ac_gpt" and about["bos"] == 256 and about["block_size"] == 32 and about["r_max"] == 0.6
+
+
+def test_merging(tuned, tmp_path, command):
+    code, out, _ = command("finetune.py", tuned / "ac", f"--merge={tmp_path / 'merged'}")
+    assert code == 0 and "merged" in out and (tmp_path / "merged" / "acgpt.json").exists()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    model, _, _ = checkpoint.open_run(str(tuned / "ac"), {})
+    tokens = torch.randint(256, (2, 12))
+    with torch.no_grad():
+        logits = merged(torch.cat([torch.full((2, 1), 256), tokens], 1)).logits[:, :-1, :257]
+        ours = model.logits(tokens, torch.zeros_like(tokens, dtype=torch.bool))[..., :257]
+    assert torch.allclose(logits, ours, atol=1e-4)
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")) == 257
+
+
+def test_full_fine_tuning_leaves_a_model(keys, tmp_path):
+    (tmp_path / "mine.py").write_text("")
+    finetune.main([str(tmp_path / "mine.py"), *keys, "--lora_rank=0", f"--out_dir={tmp_path / 'run'}", "--max_iters=2"])
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    ours, _, _ = checkpoint.open_run(str(tmp_path / "run"), {})
+    for a, b in zip(saved.parameters(), ours.body.lm.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_untrained_run_is_the_model_itself(tuned, folder):
+    state = checkpoint.load(tuned / "untrained" / "best.pt")
+    assert state["iter"] == 0 and all(w.abs().max() == 0 for name, w in state["model"].items() if "lora_B" in name)
+
+
+def test_table_of_advantages(tuned, command):
+    """By hand from the result files; the unconditional mode against the same, the others against the baseline without future."""
+    code, out, err = command("finetune.py", tuned / "causal", tuned / "ac", tuned / "untrained", "--table")
+    assert code == 0 and "advantage over causal" in out, err
+    ac, causal = (json.loads((tuned / x / "eval_val_r0.6.json").read_text())["modes"] for x in ("ac", "causal"))
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith("  ") and "+-" in line}
+    for name, mode, blind in (("UC", "unconditional", "unconditional"), ("Inf", "infilling", "infilling_no_future"),
+                              ("TD", "training", "training_no_future")):  # fmt: skip
+        cells = [cell for cell in " ".join(rows[name]).replace(" +- ", "+-").split()]
+        expected = 100 * (1 - ac[mode]["perplexity"] / causal[blind]["perplexity"])
+        assert cells[1].startswith(f"{expected:+.2f}+-"), (cells, expected)
+        assert cells[0] == ("-" if mode != "unconditional" else "+0.00+-0.00")
+    assert "no advantage" in command("finetune.py", tuned / "ac", "--table")[1]
+
+
+def test_mistakes_in_fine_tuning(tuned, tmp_path, expect_refusal):
+    (tmp_path / "plain.py").write_text("")
+    expect_refusal(["no llm", "train.py"], "finetune.py", tmp_path / "plain.py")
+    expect_refusal(["config file"], "finetune.py")
+    expect_refusal(["--into"], "finetune.py", "--gguf=x.gguf")
+    expect_refusal(["neither", "no_such_package"], "finetune.py", "--gguf=no_such_package", f"--into={tmp_path}")
+    expect_refusal(["no such .gguf"], "finetune.py", "--gguf=x.gguf", f"--into={tmp_path}")
