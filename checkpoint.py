@@ -139,6 +139,8 @@ def restore(config, state):
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(state["model"][name])
+    if config.adapter:
+        model.body.put_adapter(config)
     return model.eval()
 
 

@@ -72,6 +72,7 @@ class Config:
     lora_targets: str = key(
         "all-linear", "llm: the layers with an adapter, by their names with commas between", fixed="model"
     )
+    adapter: str | None = key(None, "llm, not in training: an adapter of peft in place of the run's own")
     gradient_checkpointing: bool = key(False, "llm: less memory, a third more time")
     # optimisation
     batch_size: int = key(8, "sequences of a micro-batch", low=1)

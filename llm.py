@@ -7,12 +7,16 @@ Any model with rotary positions and full attention in every layer will do: its a
 packing and the cache are the very ones of the small models. FOLDER may be a name on the hub. This file trains nothing.
 """
 
+import json
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 
 import fast
 from config import UserError
 from model import attend
+from prepare_data import Pretrained, read_meta
 
 try:
     import transformers
@@ -69,6 +73,25 @@ class LanguageModel(nn.Module):
     def head_weight(self):
         return self.base.get_output_embeddings().weight
 
+    def put_adapter(self, config):
+        """Use another adapter on the same frozen model: config.adapter, a folder in peft's format."""
+        if not hasattr(self.lm, "load_adapter") or not config.lora_rank:
+            raise UserError("--adapter needs a run with an adapter of its own (lora_rank > 0): take another run")
+        try:
+            about = json.loads((Path(config.adapter) / "adapter_config.json").read_text())
+            base = about["base_model_name_or_path"]
+            if Path(base).resolve() != Path(config.llm).resolve():
+                raise UserError(
+                    f"--adapter={config.adapter} was trained on {base}, not on {config.llm}: take one of this model"
+                )
+            self.lm.load_adapter(config.adapter, "other")
+        except (OSError, ValueError, KeyError, RuntimeError) as e:
+            what = f"{e}".strip().splitlines()[0][:100]
+            raise UserError(
+                f"--adapter={config.adapter} cannot be loaded ({what}): give a folder in peft's format"
+            ) from None
+        self.lm.set_adapter("other")
+
     def head(self, hidden):
         logits = self.base.get_output_embeddings()(hidden)
         logits[..., self.vocab_size :] = -torch.inf
@@ -121,6 +144,9 @@ def load(config, vocab_size):
         raise UserError(
             f"llm = {name!r} has {rows} ids, its data {vocab_size}: prepare the data with --tokenizer=hf:{name}"
         )
+    if config.data_folder.exists() and Pretrained(name).sha256 != read_meta(config).get("tokenizer_sha256"):
+        fix = f"python prepare_data.py {config.dataset} --tokenizer=hf:{name}"
+        raise UserError(f"{config.data_folder} holds tokens of another tokenizer than that of llm = {name!r}: {fix}")
     check_wrapping(lm, vocab_size, name)
     if config.gradient_checkpointing:
         enable = (

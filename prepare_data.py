@@ -97,7 +97,10 @@ class Pretrained:
             raise UserError(
                 f"tokenizer = 'hf:{name}' cannot be loaded ({what}): give a folder, or go online once"
             ) from None
-        self.vocab_size = len(self.own)
+        self.vocab_size, self.sha256 = (
+            len(self.own),
+            hashlib.sha256(self.own.backend_tokenizer.to_str().encode()).hexdigest(),
+        )
         self.separator = self.own.eos_token_id if self.own.bos_token_id is None else self.own.bos_token_id
         if self.separator is None:
             raise UserError(
@@ -258,6 +261,7 @@ def prepare(config, options):
         "tokenizer": config.tokenizer,
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
+        "tokenizer_sha256": getattr(tokenizer, "sha256", None),  # of a pretrained model's
         "dtype": dtype.name,
         "source": options.source or options.input or "default",
         "documents": options.documents if source is fineweb else None,

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +221,15 @@ def test_mistakes(keys, folder, tmp_path, expect_refusal, monkeypatch):
     small = transformers.LlamaForCausalLM(FAMILIES["llama"](vocab_size=100))
     small.save_pretrained(tmp_path / "small")
     expect_refusal(["100 ids", "257"], *args, f"--llm={tmp_path / 'small'}")
+    meta = Path(
+        next(key for key in keys if key.startswith("--data_dir=")).removeprefix("--data_dir="),
+        "mini-TinyLlama",
+        "meta.json",
+    )
+    right = meta.read_text()
+    meta.write_text(right.replace(json.loads(right)["tokenizer_sha256"], "other"))
+    expect_refusal(["another tokenizer", "prepare_data.py mini"], *args)
+    meta.write_text(right)
     monkeypatch.setattr(llm, "transformers", None)
     expect_refusal(["requirements-llm.txt"], *args)
 
@@ -294,6 +304,29 @@ def test_table_of_advantages(tuned, command):
         assert cells[1].startswith(f"{expected:+.2f}+-"), (cells, expected)
         assert cells[0] == ("-" if mode != "unconditional" else "+0.00+-0.00")
     assert "no advantage" in command("finetune.py", tuned / "ac", "--table")[1]
+
+
+def test_another_adapter_on_the_same_model(tuned, keys, tmp_path, command, expect_refusal):
+    """--adapter: the same figures as the run that it comes from."""
+    (tmp_path / "mine.py").write_text("")
+    finetune.main(
+        [str(tmp_path / "mine.py"), *keys, "--law=infilling", "--seed=2", f"--out_dir={tmp_path / 'infilling'}"]
+    )
+    found = []
+    for run, more in (("infilling", []), ("ac", []), ("ac", [f"--adapter={tmp_path / 'infilling' / 'adapter'}"])):
+        place = tmp_path / run if run == "infilling" else tuned / run
+        code, out, err = command("evaluate.py", place, "--text", "The [[sheep]] jumps", *more)
+        assert code == 0, err
+        found.append(float(out.splitlines()[-1].split()[0]))
+    assert found[0] == found[2] != found[1]
+    other = json.loads((tmp_path / "infilling" / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "foreign").mkdir()
+    other["base_model_name_or_path"] = "other/model"
+    (tmp_path / "foreign" / "adapter_config.json").write_text(json.dumps(other))
+    ask = ["evaluate.py", tuned / "ac", "--text", "The [[sheep]] jumps"]
+    expect_refusal(["trained on other/model"], *ask, f"--adapter={tmp_path / 'foreign'}")
+    expect_refusal(["cannot be loaded", "nowhere"], *ask, f"--adapter={tmp_path / 'nowhere'}")
+    expect_refusal(["--adapter", "leave it out"], "train.py", *keys, "--adapter=x", f"--out_dir={tmp_path / 'new'}")
 
 
 def test_mistakes_in_fine_tuning(tuned, tmp_path, expect_refusal):

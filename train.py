@@ -238,6 +238,8 @@ def set_up(paths, given, options, rank=0, world=1):
             raise UserError("--resume goes on with a run, --overwrite replaces it: give one of them")
         place = paths[0] if paths else config.out_dir
         model, config, state = checkpoint.open_run(place, given, "ckpt.pt", to_resume=True)
+    if config.adapter:
+        raise UserError("--adapter is for evaluate.py and sample.py: leave it out")
     if config.gradient_accumulation_steps % world:
         steps = f"gradient_accumulation_steps = {config.gradient_accumulation_steps}"
         raise UserError(f"{steps} does not split over {world} processes: make it a multiple")
