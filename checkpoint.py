@@ -44,7 +44,8 @@ def build(config, vocab_size, separator):
     else:
         body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
     more = {"positions": config.sigma_positions} if config.method.startswith("sigma") else {}
-    return METHODS[config.method](body, bos=separator, **more).to(config.device)
+    model = METHODS[config.method](body, bos=separator, **more)
+    return model if config.shard else model.to(config.device)  # it may be too large to lie there whole
 
 
 def machine_name(config):

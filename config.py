@@ -73,6 +73,7 @@ class Config:
         "all-linear", "llm: the layers with an adapter, by their names with commas between", fixed="model"
     )
     adapter: str | None = key(None, "llm, not in training: an adapter of peft in place of the run's own")
+    shard: bool = key(False, "llm: share out the weights over the processes of torchrun (sharding.py)")
     gradient_checkpointing: bool = key(False, "llm: less memory, a third more time")
     # optimisation
     batch_size: int = key(8, "sequences of a micro-batch", low=1)
@@ -122,6 +123,8 @@ class Config:
             raise UserError(f"tokenizer = {self.tokenizer!r} is unknown: choose from bytes, gpt2, hf:FOLDER_OR_NAME")
         if self.llm and self.method not in ("gpt", "ac_gpt"):
             raise UserError(f"method = {self.method!r} is not for an llm: choose from gpt, ac_gpt")
+        if self.shard and not self.llm:
+            raise UserError("shard is for an llm: leave it out, small models fit everywhere")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise UserError(f"min_lr = {self.min_lr} is larger than learning_rate = {self.learning_rate}: lower it")
 

@@ -66,6 +66,11 @@ class LanguageModel(nn.Module):
         ).last_hidden_state
         return (hidden[0] if packed else hidden)[rows]
 
+    @property
+    def layers(self):
+        n = self.base.config.num_hidden_layers
+        return next(x for x in self.base.base_model.children() if isinstance(x, nn.ModuleList) and len(x) == n)
+
     def caches(self, L):
         return [fast.Cache(L) for _ in range(self.base.config.num_hidden_layers)]
 

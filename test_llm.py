@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from test_masks import (
     nll,
     random_queries,
 )
+from test_train import losses, start
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -189,6 +191,36 @@ def test_a_frozen_head_costs_no_gradient(keys, tmp_path):
     loss.backward()
     grads = {name for name, p in model.named_parameters() if p.grad is not None}
     assert grads and all("lora_" in name for name in grads)
+
+
+@pytest.mark.parametrize("how", [["--lora_rank=4"], ["--lora_rank=0", "--learning_rate=1e-3"]])
+def test_two_shards_do_what_one_process_does(keys, tmp_path, how):
+    """Losses, gradient clipping, both checkpoints, and resuming."""
+    args = [
+        *keys,
+        *how,
+        "--gradient_accumulation_steps=4",
+        "--grad_clip=0.5",
+        "--eval_interval=3",
+        "--eval_sequences=12",
+        "--seed=3",
+    ]
+    train.main([*args, f"--out_dir={tmp_path / 'one'}", "--max_iters=6"])
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    resumed = [["--max_iters=3"], ["--max_iters=6", "--resume"]]
+    for more in resumed if "--lora_rank=4" in how else [["--max_iters=6"]]:
+        process = start(*args, f"--out_dir={tmp_path / 'two'}", "--shard", *more, launcher=torchrun)
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
+    one, two = (losses(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(abs(one[i] - two[i]) < 1e-3 for i in (4, 5, 6)), (one, two)
+    for name in ("best.pt", "ckpt.pt"):
+        one, two = (checkpoint.load(tmp_path / run / name)["model"] for run in ("one", "two"))
+        assert one.keys() == two.keys()
+        for key in one:
+            assert torch.allclose(one[key], two[key], atol=2e-3), key
+    model, _, _ = checkpoint.open_run(str(tmp_path / "two"), {"shard": False})
+    assert model.body.base.config.num_hidden_layers == 2
 
 
 # ---------------------------------------------------------------- what is refused

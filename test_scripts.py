@@ -356,7 +356,7 @@ def test_from_text_to_filled_blank(tmp_path):
 
 
 LAYERS = (
-    ("config", "conditioning", "prepare_data", "fast"), ("model",), ("baselines", "llm"), ("checkpoint",), ("evaluate",), ("infill", "report", "generation"),
+    ("config", "conditioning", "prepare_data", "fast", "sharding"), ("model",), ("baselines", "llm"), ("checkpoint",), ("evaluate",), ("infill", "report", "generation"),
     ("train", "sample"), ("finetune",), ("reproduce", "bench"),
 )  # fmt: skip
 

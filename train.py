@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import fast
 import prepare_data
+import sharding
 from conditioning import draw_cond
 from config import UserError, key, load_config, parse, resolve_machine, run
 from evaluate import batches, evaluation_set
@@ -70,11 +71,10 @@ def draw_step(chunks, config, step):
 
 def make_optimizer(model, config):
     """AdamW; weight decay on matrices, none on biases and norms."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    kinds = {}
+    for p in checkpoint.trained_weights(model).values():
+        kinds.setdefault((p.dim() >= 2, type(p.data)), []).append(p)  # shards do not go with what is whole
+    groups = [{"params": ps, "weight_decay": config.weight_decay * matrices} for (matrices, _), ps in kinds.items()]
     fused = config.device.startswith(("cuda", "cpu"))
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
@@ -86,18 +86,21 @@ class Trainer:
         self.model, self.config, self.rank, self.world = model, config, rank, world
         self.chunks, self.questions = chunks, questions
         self.vocabulary = {"vocab_size": model.body.vocab_size, "separator": model.bos}
+        if config.shard:
+            sharding.shard(model, config.device)
         self.made_by = {"commit": checkpoint.git_commit(), "machine": checkpoint.machine_name(config)}
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(config.device.partition(":")[0], enabled=config.dtype == "float16")
         self.iter, self.best, self.ahead = 0, math.inf, None
         if state:
-            self.optimizer.load_state_dict(state["optimizer"])
+            load = sharding.load_optimizer if config.shard else torch.optim.AdamW.load_state_dict
+            load(self.optimizer, state["optimizer"])
             if state["scaler"] and self.scaler.is_enabled():  # empty unless it was trained in float16
                 self.scaler.load_state_dict(state["scaler"])
             self.iter, self.best = state["iter"], state["best"]
         if config.compile:
             fast.compile_body(model.body)
-        self.wrapped = DistributedDataParallel(model) if world > 1 else model
+        self.wrapped = DistributedDataParallel(model) if world > 1 and not config.shard else model
         self.stop = False
 
     def total(self, value):
@@ -125,7 +128,7 @@ class Trainer:
         micro_batches = batches(config, tokens, cond)[self.rank :: self.world]
         nll = 0.0
         for i, (x, c) in enumerate(micro_batches):
-            wait = self.world > 1 and i + 1 < len(micro_batches)
+            wait = self.wrapped is not self.model and i + 1 < len(micro_batches)
             with self.wrapped.no_sync() if wait else contextlib.nullcontext():
                 part = self.loss(self.wrapped, x, c, config.seed, self.iter, i * self.world + self.rank, 1)
                 self.scaler.scale(part * self.world / n_trained).backward()  # DDP takes the mean over processes
@@ -133,7 +136,8 @@ class Trainer:
         self.ahead = draw_step(self.chunks, config, self.iter + 1)  # while a GPU is still at work
         loss = self.total(nll) / n_trained
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
+        clip = sharding.finish_gradients if config.shard else torch.nn.utils.clip_grad_norm_
+        norm = clip(list(self.model.parameters()), config.grad_clip or math.inf)
         fp16 = self.scaler.is_enabled()  # overflows now and then by design; its scale collapses if it always does
         if not (math.isfinite(loss) and (self.scaler.get_scale() > 1e-3 if fp16 else math.isfinite(norm))):
             raise UserError(
@@ -151,25 +155,31 @@ class Trainer:
         """The training loss on the evaluation set, without dropout, in nats per token."""
         self.model.eval()
         tokens, cond = self.questions.tokens, self.questions.cond[self.config.law]
-        parts = list(enumerate(batches(self.config, tokens, cond)))[self.rank :: self.world]
-        nll = sum(self.loss(self.model, x, c, self.config.eval_seed, i) for i, (x, c) in parts)
-        return self.total(nll) / self.model.trained_on(cond).sum().item()
+        parts, n = list(enumerate(batches(self.config, tokens, cond))), self.model.trained_on(cond).sum().item()
+        share = (
+            slice(0, None) if self.config.shard else slice(self.rank, None, self.world)
+        )  # shards have to work together
+        nll = sum(self.loss(self.model, x, c, self.config.eval_seed, i) for i, (x, c) in parts[share])
+        return (float(nll) if self.config.shard else self.total(nll)) / n
 
     def save(self, name, **more):
+        """Write a checkpoint; called by every process, since shards have to be put together."""
         weights = {name: p.detach() for name, p in checkpoint.trained_weights(self.model).items()}
         state = {"iter": self.iter, "best": self.best, "config": asdict(self.config), **self.vocabulary, **self.made_by}
-        checkpoint.save(Path(self.config.out_dir) / name, {**state, "model": weights, **more})
+        state |= sharding.whole({"model": weights, **more})
+        if self.rank == 0:
+            checkpoint.save(Path(self.config.out_dir) / name, state)
 
     def validate_and_save(self, log):
         """Validate, and write best.pt (weights) if it is the best so far, then ckpt.pt (all that resuming needs)."""
         loss = self.validate()
+        log.row(iter=self.iter, split="val", loss=loss)
+        better = loss < self.best
+        self.best = min(loss, self.best)
+        if better:
+            self.save("best.pt")
+        self.save_for_resuming()
         if self.rank == 0:
-            log.row(iter=self.iter, split="val", loss=loss)
-            better = loss < self.best
-            self.best = min(loss, self.best)
-            if better:
-                self.save("best.pt")
-            self.save_for_resuming()
             print(
                 f"step {self.iter}: validation loss {loss:.4f}, {loss / math.log(2):.4f} bits per token"
                 + ", the best" * better
@@ -204,8 +214,9 @@ class Trainer:
                 saved_at = self.iter
                 log.start(self.iter)
             self.stop = bool(self.total(self.stop))  # all processes end at the same step
-        if self.rank == 0 and saved_at < self.iter:
+        if saved_at < self.iter:
             self.save_for_resuming()
+        if self.rank == 0 and saved_at < self.iter:
             print(f"stopped after step {self.iter}; go on with --resume")
 
 
@@ -240,6 +251,8 @@ def set_up(paths, given, options, rank=0, world=1):
         model, config, state = checkpoint.open_run(place, given, "ckpt.pt", to_resume=True)
     if config.adapter:
         raise UserError("--adapter is for evaluate.py and sample.py: leave it out")
+    if config.shard and world == 1:
+        raise UserError("shard = True needs several processes: start it by torchrun --nproc_per_node=...")
     if config.gradient_accumulation_steps % world:
         steps = f"gradient_accumulation_steps = {config.gradient_accumulation_steps}"
         raise UserError(f"{steps} does not split over {world} processes: make it a multiple")
