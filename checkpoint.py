@@ -6,6 +6,7 @@ reads them. This file neither trains nor scores.
 """
 
 import csv
+import dataclasses
 import math
 import pickle
 import platform
@@ -29,7 +30,12 @@ from config import (
 )
 from model import Transformer
 
-MACHINE = ("device", "dtype", "compile")  # keys that a checkpoint brings from where it was trained, and that stay there
+MACHINE = (
+    "device",
+    "dtype",
+    "compile",
+    "shard",
+)  # keys that a checkpoint brings from where it was trained, and that stay there
 
 
 def build(config, vocab_size, separator):
@@ -128,21 +134,27 @@ def find_run(place, given, name="best.pt", to_resume=False):
             raise UserError(f"{key} = {asked[key]!r} contradicts {state['path']}, trained with {key} = {then!r}: {fix}")
     saved = {key: value for key, value in saved.items() if key not in MACHINE}
     machine = {key: file[key] for key in MACHINE if key in file}
-    return resolve_machine(Config(**{**saved, **machine, **given, "out_dir": str(folder)})), state
+    config = resolve_machine(Config(**{**saved, **machine, **given, "out_dir": str(folder)}))
+    return (config if to_resume else dataclasses.replace(config, shard=False)), state
 
 
 def restore(config, state):
     """The model of a run, with the weights of the checkpoint."""
     model = build(config, state["vocab_size"], state["separator"])
-    weights = trained_weights(model)
-    if missing := set(weights) ^ set(state["model"]):
-        raise UserError(f"{state['path']} does not fit its config: {min(missing)} is in one of them only; train again")
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(state["model"][name])
+    load_weights(model, state)
     if config.adapter:
         model.body.put_adapter(config)
     return model.eval()
+
+
+@torch.no_grad()
+def load_weights(model, state):
+    """Take over what a checkpoint holds."""
+    weights = trained_weights(model)
+    if missing := set(weights) ^ set(state["model"]):
+        raise UserError(f"{state['path']} does not fit its config: {min(missing)} is in one of them only; train again")
+    for name, weight in weights.items():
+        weight.copy_(state["model"][name])
 
 
 def trained_weights(model):

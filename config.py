@@ -63,7 +63,7 @@ class Config:
     n_layer: int = key(6, "Transformer blocks", low=1, fixed="model")
     n_head: int = key(12, "attention heads", low=1, fixed="model")
     n_embd: int = key(768, "width", low=1, fixed="model")
-    dropout: float = key(0.1, "dropout in training", low=0, high=1)
+    dropout: float = key(0.1, "dropout in training; of an llm, in its adapter", low=0, high=1)
     llm: str | None = key(
         None, "instead of these: a folder of transformers or a name on the hub (llm.py)", fixed="model"
     )
@@ -123,8 +123,9 @@ class Config:
             raise UserError(f"tokenizer = {self.tokenizer!r} is unknown: choose from bytes, gpt2, hf:FOLDER_OR_NAME")
         if self.llm and self.method not in ("gpt", "ac_gpt"):
             raise UserError(f"method = {self.method!r} is not for an llm: choose from gpt, ac_gpt")
-        if self.shard and not self.llm:
-            raise UserError("shard is for an llm: leave it out, small models fit everywhere")
+        for name in ("shard", "adapter", "gradient_checkpointing"):
+            if getattr(self, name) and not self.llm:
+                raise UserError(f"{name} = {getattr(self, name)!r} is for language models only (llm): leave it out")
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise UserError(f"min_lr = {self.min_lr} is larger than learning_rate = {self.learning_rate}: lower it")
 
@@ -136,7 +137,8 @@ class Config:
 
     @property
     def data_folder(self):
-        return Path(self.data_dir) / f"{self.dataset}-{Path(self.tokenizer.removeprefix('hf:')).name}"
+        tokenizer = self.tokenizer.removeprefix("hf:").strip("/").replace("/", "--")
+        return Path(self.data_dir) / f"{self.dataset}-{tokenizer}"
 
     @property
     def sequences_per_step(self):

@@ -143,7 +143,8 @@ def evaluate(config, state, questions, split):
             "checkpoint": Path(state["path"]).name, "iter": state["iter"], "commit": git_commit(), "config": asdict(config),
             "modes": {name: {**statistics(*mode), "nll": mode[0].tolist(), "scored": mode[1].tolist()} for name, mode in modes.items()},
         }  # fmt: skip
-        name = f"eval_{split}_r{config.r_max:g}{'_' * bool(reading)}{reading.replace(' ', '_')}.json"
+        more = [reading.replace(" ", "_"), config.adapter and f"with_{Path(config.adapter).parent.name}"]
+        name = "_".join([f"eval_{split}_r{config.r_max:g}", *filter(None, more)]) + ".json"
         with whole_file(Path(config.out_dir) / name, "w") as file:
             json.dump(result, file)
         results.append(result)

@@ -6,7 +6,8 @@
     python finetune.py configs/finetune_smollm2.py --method=gpt      the causal baseline with the same budget
     python finetune.py configs/finetune_smollm2.py --untrained --out_dir=out/untrained     the model before any step
     python finetune.py RUN RUN ... --table                           the five modes, and the advantage over the causal run
-    python finetune.py RUN --merge=FOLDER                            one model without an adapter, for transformers
+    python finetune.py RUN --merge=FOLDER                            one model without an adapter, for transformers, in float32
+    python finetune.py RUN --export                                  adapter/ or model/ again, as a finished run leaves them
 
 A finished run also leaves `adapter/` in peft's format (of full fine-tuning `model/`), with acgpt.json: how to ask it. evaluate.py and
 sample.py take a run like any other. Training is train.py's, the model llm.py's.
@@ -15,11 +16,13 @@ sample.py take a run like any other. Training is train.py's, the model llm.py's.
 import importlib.util
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+import checkpoint
 import llm
 import train
 from checkpoint import find_run, open_run
@@ -32,6 +35,7 @@ class Options(train.Options):
     untrained: bool = key(False, "write the run as it is before the first step")
     table: bool = key(False, "compare finished runs, with the paper's advantage over the causal one")
     split: str = key("val", "--table: whose sequences", choices=("val", "test"))
+    export: bool = key(False, "write the run's adapter/ or model/")
     merge: str | None = key(None, "folder for the run's model with its adapter merged in")
     gguf: str | None = key(None, "a .gguf file, or a package that holds one, to be made a folder of transformers")
     into: str | None = key(None, "--gguf: that folder")
@@ -80,19 +84,18 @@ def how_to_ask(config, state):
     }
 
 
-def export(out_dir, folder=None, merge=False):
-    """Write the best checkpoint of a run for peft or transformers: out_dir/adapter or out_dir/model, or merged into `folder`."""
-    model, config, state = open_run(out_dir, {"device": "cpu"})
-    lm = model.body.lm
+def export(model, config, state, merge=None):
+    """Write a run's model for peft or transformers: out_dir/adapter or out_dir/model, or merged into the folder `merge`."""
+    lm, adapter = model.body.lm, config.lora_rank > 0 and not merge
     if merge and config.lora_rank:
         lm = lm.merge_and_unload()
-    folder = Path(folder or Path(out_dir) / ("adapter" if config.lora_rank else "model"))
+    folder = Path(merge or Path(config.out_dir) / ("adapter" if adapter else "model"))
     lm.save_pretrained(folder)
-    if merge or not config.lora_rank:
+    if not adapter:
         llm.transformers.AutoTokenizer.from_pretrained(config.tokenizer.removeprefix("hf:")).save_pretrained(folder)
     with whole_file(folder / "acgpt.json", "w") as file:
         json.dump(how_to_ask(config, state), file, indent=1)
-    print(f"{folder}: step {state['iter']} of {out_dir}")
+    print(f"{folder}: step {state['iter']} of {config.out_dir}")
 
 
 # ---------------------------------------------------------------- the comparison
@@ -142,17 +145,26 @@ def main(argv):
         )
     if options.table:
         return print_table(paths, given, options.split)
-    if options.merge:
-        return export(paths[0], options.merge, merge=True)
+    if options.merge or options.export:
+        if len(paths) != 1:
+            raise UserError("--merge and --export take one run: python finetune.py RUN --merge=FOLDER")
+        return export(*open_run(paths[0], {"device": "cpu", **given}), options.merge)
     if not load_config(paths, given).llm:
         raise UserError(f"{paths[0]} has no llm: give --llm=FOLDER, or use train.py")
     if options.untrained:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise UserError("--untrained trains nothing: run it in one process")
         trainer, log = train.set_up(paths, given, options)
         trainer.validate_and_save(log)
     else:
         trainer = train.main([word for word in argv if word != "--untrained"])
-    if trainer.rank == 0 and (Path(trainer.config.out_dir) / "best.pt").exists():
-        export(trainer.config.out_dir)
+    best = Path(trainer.config.out_dir) / "best.pt"
+    if trainer.rank == 0 and best.exists() and trainer.config.shard:
+        print(f"to write it for peft or transformers: python finetune.py {trainer.config.out_dir} --export")
+    elif trainer.rank == 0 and best.exists():
+        state = checkpoint.load(best)
+        checkpoint.load_weights(trainer.model, state)
+        export(trainer.model, trainer.config, state)
 
 
 if __name__ == "__main__":

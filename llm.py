@@ -15,11 +15,12 @@ import torch.nn as nn
 
 import fast
 from config import UserError
-from model import attend
+from model import ac_mask, attend
 from prepare_data import Pretrained, read_meta
 
 try:
     import transformers
+    from safetensors import SafetensorError
 except ImportError:
     transformers = None
 
@@ -27,8 +28,12 @@ except ImportError:
 def attention(module, q, k, v, mask, scaling=None, dropout=0.0, ac_gpt=None, **kwargs):
     """What transformers calls in every layer: q (B, H, L, d), k and v (B, H / groups, L, d) -> (B, L, H, d), None.
 
-    `ac_gpt` is (allowed, caches) of LanguageModel.forward; the mask is None.
+    `ac_gpt` is (allowed, caches) of LanguageModel.forward; the mask is None. NotImplementedError where more is asked of attention.
     """
+    if more := [
+        name for name in ("softcap", "s_aux", "sliding_window", "position_bias") if kwargs.get(name) is not None
+    ]:
+        raise NotImplementedError(f"its attention has {', '.join(more)}")
     allowed, caches = ac_gpt
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if caches is not None:
@@ -84,13 +89,18 @@ class LanguageModel(nn.Module):
             raise UserError("--adapter needs a run with an adapter of its own (lora_rank > 0): take another run")
         try:
             about = json.loads((Path(config.adapter) / "adapter_config.json").read_text())
-            base = about["base_model_name_or_path"]
-            if Path(base).resolve() != Path(config.llm).resolve():
+            base = str(about["base_model_name_or_path"])
+            if base != config.llm and not (Path(base).is_dir() and Path(base).resolve() == Path(config.llm).resolve()):
                 raise UserError(
                     f"--adapter={config.adapter} was trained on {base}, not on {config.llm}: take one of this model"
                 )
+            ours = json.loads((Path(config.adapter) / "acgpt.json").read_text())
+            if ours["method"] != config.method:
+                raise UserError(
+                    f"--adapter={config.adapter} is of the method {ours['method']}, the run of {config.method}: take another"
+                )
             self.lm.load_adapter(config.adapter, "other")
-        except (OSError, ValueError, KeyError, RuntimeError) as e:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
             what = f"{e}".strip().splitlines()[0][:100]
             raise UserError(
                 f"--adapter={config.adapter} cannot be loaded ({what}): give a folder in peft's format"
@@ -114,13 +124,17 @@ def need_transformers():
 
 def why_not(config):
     """Why a model of this configuration cannot take copies of tokens at their own positions; None if it can."""
+    if config.get_text_config() is not config:
+        return "it is a model of more than text"
+    if not all(getattr(config, "no_rope_layers", None) or [True]):
+        return "some of its layers see no positions"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds:
         return f"some of its layers are {', '.join(sorted(kinds))}, which do not see all copies"
     if getattr(config, "sliding_window", None):
         return f"its attention slides over the last {config.sliding_window} tokens and does not see all copies"
     if not getattr(config, "rope_parameters", None):
-        return "it has no rotary positions: a token's position would be its place in the sequence, not what we say"
+        return "it has no rotary positions (no rope_parameters): a copy could not keep the position of its original"
     return None
 
 
@@ -138,20 +152,28 @@ def load(config, vocab_size):
                 f"llm = {name!r} ({about.model_type}): {reason}; take a model with rotary positions, like Llama or Qwen3"
             )
         dtype = getattr(torch, config.dtype) if frozen and config.dtype != "float16" else torch.float32
-        lm = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as e:
+        lm, how = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+        if how["missing_keys"]:
+            raise UserError(f"llm = {name!r} lacks the weights {min(how['missing_keys'])}: take a complete folder")
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as e:
         what = f"{e}".strip().splitlines()[0][:100]
         raise UserError(
             f"llm = {name!r} cannot be loaded ({what}): give a folder of transformers, or go online once"
         ) from None
-    rows = lm.get_output_embeddings().weight.size(0)
-    if rows < vocab_size:
-        raise UserError(
-            f"llm = {name!r} has {rows} ids, its data {vocab_size}: prepare the data with --tokenizer=hf:{name}"
-        )
+    head = lm.get_output_embeddings()
     if config.data_folder.exists() and Pretrained(name).sha256 != read_meta(config).get("tokenizer_sha256"):
-        fix = f"python prepare_data.py {config.dataset} --tokenizer=hf:{name}"
+        fix = f"set tokenizer = 'hf:{name}', and prepare the data with that"
         raise UserError(f"{config.data_folder} holds tokens of another tokenizer than that of llm = {name!r}: {fix}")
+    if head.weight.size(0) < vocab_size:
+        raise UserError(
+            f"llm = {name!r} has {head.weight.size(0)} ids, its tokenizer {vocab_size}: they do not belong together"
+        )
+    if head.bias is not None and not frozen:
+        raise UserError(
+            f"llm = {name!r}: its head has a bias, which would not be trained: give --lora_rank=16, or another model"
+        )
     check_wrapping(lm, vocab_size, name)
     if config.gradient_checkpointing:
         enable = (
@@ -163,19 +185,30 @@ def load(config, vocab_size):
 
 @torch.no_grad()
 def check_wrapping(lm, vocab_size, name):
-    """Switch a model to our attention, and make sure that it still computes what it computed."""
+    """Switch a model to our attention, and make sure that it still computes what it computes with a mask of AC-GPT's shape given to
+    its own: three copies and five tokens of the body.
+    """
     lm.eval()
     tokens = torch.randint(min(vocab_size, 1000), (1, 8), generator=torch.Generator().manual_seed(0))
-    before = lm(input_ids=tokens, use_cache=False).logits[0, :, :vocab_size]
+    positions, mask = torch.tensor([[2, 4, 6, 0, 1, 2, 3, 4]]), ac_mask(torch.ones(1, 8, dtype=torch.bool), 3)
+    before = lm(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None], use_cache=False).logits
     lm.set_attn_implementation("ac_gpt")
     body = LanguageModel(lm, vocab_size)
-    after = body.head(body(tokens[0], torch.arange(8), [(0, 8)]))[:, :vocab_size]
-    differs = (before - after).abs().max() / before.abs().max()
-    if not differs < (1e-4 if before.dtype == torch.float32 else 0.05):
-        raise UserError(
-            f"llm = {name!r} ({lm.config.model_type}) computes something else in our hands (its logits differ by "
-            f"{differs:.0%}), perhaps because it caps or scales them: take another model"
-        )
+    caches, twice = body.caches(8), [x[0].repeat(2) for x in (tokens, positions)]
+    why = "it does not ask for the attention that it is given"
+    try:
+        after = [body(tokens, positions, mask, caches=caches)[0], *body(*twice, [(3, 8)] * 2).split(8)]
+        if all(cache.n == 8 for cache in caches):
+            before, after = before[0, :, :vocab_size], body.head(torch.stack(after))[..., :vocab_size]
+            differs = ((before - after).abs().max() / before.abs().max()).item()
+            if differs < (1e-4 if before.dtype == torch.float32 else 0.05):
+                return
+            why = f"its logits differ by {differs:.0%}, perhaps because it caps or scales them"
+    except (NotImplementedError, TypeError) as e:
+        why = str(e)
+    raise UserError(
+        f"llm = {name!r} ({lm.config.model_type}) does not work with our attention ({why}): take another model"
+    )
 
 
 def with_adapter(lm, config):
@@ -188,9 +221,16 @@ def with_adapter(lm, config):
         ) from None
     targets = config.lora_targets if config.lora_targets == "all-linear" else config.lora_targets.split(",")
     about = peft.LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, task_type="CAUSAL_LM"
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(lm, about)
+        lm = peft.get_peft_model(lm, about)
+        if type(lm.get_base_model().get_output_embeddings()) is not nn.Linear:
+            raise ValueError("the head cannot have an adapter")
+        return lm
     except ValueError as e:
         raise UserError(f"lora_targets = {config.lora_targets!r}: {str(e).splitlines()[0][:100]}") from None

@@ -90,26 +90,30 @@ class Pretrained:
             from transformers import AutoTokenizer
 
             self.own = AutoTokenizer.from_pretrained(name)
+            rules = self.own.backend_tokenizer.to_str()
         except ImportError:
             raise UserError(f"tokenizer = 'hf:{name}' needs a package: pip install -r requirements-llm.txt") from None
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, AttributeError) as e:
             what = f"{e}".strip().splitlines()[0][:100]
             raise UserError(
                 f"tokenizer = 'hf:{name}' cannot be loaded ({what}): give a folder, or go online once"
             ) from None
-        self.vocab_size, self.sha256 = (
-            len(self.own),
-            hashlib.sha256(self.own.backend_tokenizer.to_str().encode()).hexdigest(),
-        )
+        self.vocab_size, self.sha256 = len(self.own), hashlib.sha256(rules.encode()).hexdigest()
         self.separator = self.own.eos_token_id if self.own.bos_token_id is None else self.own.bos_token_id
         if self.separator is None:
             raise UserError(
                 f"tokenizer = 'hf:{name}' has neither BOS nor EOS, which separates documents: set one of them"
             )
+        pieces = ("a b", " a", "b")
+        if "".join(self.decode(ids.tolist()) for ids in self.encode_batch(pieces)) != "".join(pieces):
+            raise UserError(f"tokenizer = 'hf:{name}' changes spaces where a text begins, so texts cannot be cut at marks: "
+                            "take a model with a byte-level tokenizer, like Llama 3 or Qwen3")  # fmt: skip
 
     def encode_batch(self, texts):
-        ids = self.own(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [np.array(row, np.uint32) for row in ids]
+        if not texts:
+            return []
+        how = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}  # "</s>" in a text is text
+        return [np.array(row, np.uint32) for row in self.own(list(texts), **how)["input_ids"]]
 
     def decode(self, ids):
         return self.own.decode(ids, clean_up_tokenization_spaces=False)
@@ -249,6 +253,8 @@ def prepare(config, options):
     """Write the data set of `config.dataset` and `config.tokenizer` into config.data_folder."""
     folder, part = config.data_folder, config.data_folder.with_name(config.data_folder.name + ".part")
     if (folder / "meta.json").exists() and not options.overwrite:
+        if read_meta(config).get("tokenizer_sha256") != getattr(get_tokenizer(config.tokenizer), "sha256", None):
+            raise UserError(f"{folder} was made with another tokenizer of that name: --overwrite to do it again")
         print(f"{folder} is prepared already, from: {read_meta(config)['source']} (--overwrite to do it again)")
         return
     if folder.exists() and not (folder / "meta.json").exists():

@@ -92,7 +92,7 @@ def read_results(folder, config, split):
     return dict(sorted(found.items()))
 
 
-def read_floors(folder, config, asked):
+def read_floors(folder, asked):
     """{name: bits per byte} of the floors on this evaluation set; {} where there are none."""
     path = folder / FLOORS
     try:
@@ -144,9 +144,9 @@ class Rows:
 
 def mean_and_std(values, digits, sign=""):
     text = f"{statistics.fmean(values):{sign}.{digits}f}"
-    return text + (
-        f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 and math.isfinite(sum(values)) else ""
-    )
+    if len(values) > 1 and math.isfinite(sum(values)):
+        text += f" +- {statistics.stdev(values):.{digits}f}"
+    return text
 
 
 def resolved(a, b):
@@ -202,12 +202,9 @@ def perplexity_table(rows, part):
 
 
 def more_bits(rows, row, mode, part):
-    """ "+1.2% (+0.9%)": more bits than ac_gpt, here and in the paper. Unlike perplexity's, this ratio knows no unit."""
-    ours, base, paper = (
-        rows.bits(row, mode, part),
-        rows.bits(AC, mode, part),
-        [rows.in_paper(r, mode) for r in (row, AC)],
-    )
+    """How many more bits than ac_gpt, here and in the paper: "+1.2% (+0.9%)". Unlike perplexity's, this ratio knows no unit."""
+    ours, base = rows.bits(row, mode, part), rows.bits(AC, mode, part)
+    paper = [rows.in_paper(r, mode) for r in (row, AC)]
     text = f"{statistics.fmean(ours) / statistics.fmean(base) - 1:+.1%}" + " n.r." * (not resolved(ours, base))
     return text + (f" ({math.log(paper[0]) / math.log(paper[1]) - 1:+.1%})" if all(paper) else "")
 
@@ -219,10 +216,8 @@ def future_table(rows):
         seeing, blind = rows.bits(row, law), rows.bits(row, f"{law}_no_future")
         if not (seeing and blind):
             return "-"
-        saved, paper = (
-            [b - a for a, b in zip(seeing, blind)],
-            [rows.in_paper(row, x) for x in (law, f"{law}_no_future")],
-        )
+        saved = [b - a for a, b in zip(seeing, blind)]
+        paper = [rows.in_paper(row, mode) for mode in (law, f"{law}_no_future")]
         text = f"{mean_and_std(saved, 4)}, {statistics.fmean(saved) / statistics.fmean(blind):.1%}"
         return text + (f" ({1 - math.log(paper[0]) / math.log(paper[1]):.1%})" if all(paper) else "")
 
@@ -264,10 +259,8 @@ def sample_table(folder, config, n):
             shares = [
                 f"{of[kind]['restored']:.2%} +- {of[kind]['stderr']:.2%}" if kind in of else "-" for kind in kinds
             ]
-            order = (
-                file["config"]["r_max"],
-                VARIANTS.index(Config(**{key: file["config"][key] for key in VARY}).variant),
-            )
+            variant = Config(**{key: file["config"][key] for key in VARY}).variant
+            order = file["config"]["r_max"], VARIANTS.index(variant)
         except (OSError, ValueError, KeyError, TypeError, IndexError, UserError) as e:
             wrong = f"no whole result ({type(e).__name__})"
         if wrong:
@@ -304,7 +297,7 @@ def print_table(path, config, split, folder):
         print(future_table(whole) + "\n")
         if split == "val":
             print(consistency_table(rows) + "\n")
-            if floors := read_floors(folder, config, results[0]["evaluation_set"]):
+            if floors := read_floors(folder, results[0]["evaluation_set"]):
                 print(
                     "floors, bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in floors.items()), "\n"
                 )

@@ -231,7 +231,7 @@ def protocol(model, config, options, tokenizer, state):
         raise UserError(f"--n={options.n}: the evaluation set has {len(questions.tokens)} sequences (eval_sequences)")
     about = {"checkpoint": file_sha256(state["path"])[:16], "iter": state["iter"], "evaluation_set": questions.hash}
     about |= {name: getattr(options, name) for name in ("temperature", "top_p", "seed")} | {"batch_size": B}
-    about |= {"device": config.device.partition(":")[0], "dtype": config.dtype}
+    about |= {"adapter": config.adapter, "device": config.device.partition(":")[0], "dtype": config.dtype}
     files = []
     for name in MODES if options.mode == "all" else [options.mode]:
         known = asked_in(name, questions)

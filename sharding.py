@@ -19,17 +19,22 @@ def shard(model, device):
 
     mesh = dist.device_mesh.init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
     for layer in model.body.layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     model.to(device)
 
 
 def whole(x):
-    """A tensor, or a nest of dicts and lists of them, put together again. Every process has to call it."""
+    """A tensor, or a nest of dicts and lists of them, put together again, on the CPU of the first process; the others get None for
+    shares. Every process has to call it.
+    """
     if isinstance(x, dict):
         return {key: whole(value) for key, value in x.items()}
     if isinstance(x, list):
         return [whole(value) for value in x]
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    if not isinstance(x, DTensor):
+        return x
+    full = x.full_tensor()  # one at a time on every GPU
+    return full.cpu() if dist.get_rank() == 0 else None
 
 
 def load_optimizer(optimizer, state):
@@ -54,7 +59,8 @@ def finish_gradients(params, max_norm):
         dist.all_reduce(grad)
         grad /= dist.get_world_size()
     norms = [torch.nn.utils.get_total_norm(grads) for grads in (shares, rest) if grads]
-    norm = torch.stack([whole(norm).float() for norm in norms]).norm()
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = torch.stack([norm.float() for norm in norms]).norm()
     scale = min(1.0, (max_norm or math.inf) / (norm.item() + 1e-6))
     for grad in shares + rest:
         grad *= scale

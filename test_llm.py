@@ -2,8 +2,8 @@
 
 import copy
 import json
+import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ import checkpoint
 import finetune
 import llm
 import model as M
+import sharding
 import train
-from conftest import SMALL, TEXT
+from config import UserError, load_config, parse
+from conftest import HERE, SMALL, TEXT
 from test_masks import (
     T,
     V,
@@ -33,6 +35,7 @@ SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden
 FAMILIES = {
     "llama": lambda **more: transformers.LlamaConfig(num_key_value_heads=2, **{**SIZE, **more}),
     "qwen3": lambda **more: transformers.Qwen3Config(num_key_value_heads=2, head_dim=16, **{**SIZE, **more}),
+    "llama, tied": lambda **more: transformers.LlamaConfig(tie_word_embeddings=True, **{**SIZE, **more}),
     "gpt_neox": lambda **more: transformers.GPTNeoXConfig(**{**SIZE, **more}),  # rotates a quarter of each head
     "olmo2": lambda **more: transformers.Olmo2Config(num_key_value_heads=4, **{**SIZE, **more}),
 }
@@ -140,11 +143,10 @@ def keys(folder, tmp_path_factory):
 
 def test_prepared_data(keys, folder):
     import prepare_data
-    from config import load_config, parse
 
     config = load_config([], parse(keys)[1])
     meta, chunks = prepare_data.read_meta(config), prepare_data.read_chunks(config, "train")
-    assert config.data_folder.name == "mini-TinyLlama" and meta["vocab_size"] == 257 and meta["separator"] == 256
+    assert config.data_folder.name.endswith("--TinyLlama") and meta["vocab_size"] == 257 and meta["separator"] == 256
     tokenizer = prepare_data.get_tokenizer(config.tokenizer)
     assert TEXT.startswith(tokenizer.decode(chunks[0].tolist())) and tokenizer.decode([256]) == "</s>"
 
@@ -193,14 +195,20 @@ def test_a_frozen_head_costs_no_gradient(keys, tmp_path):
     assert grads and all("lora_" in name for name in grads)
 
 
-@pytest.mark.parametrize("how", [["--lora_rank=4"], ["--lora_rank=0", "--learning_rate=1e-3"]])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--lora_rank=4", "--dtype=bfloat16", "--gradient_checkpointing"],
+        ["--lora_rank=0", "--learning_rate=1e-3", "--grad_clip=0"],
+    ],
+)
 def test_two_shards_do_what_one_process_does(keys, tmp_path, how):
     """Losses, gradient clipping, both checkpoints, and resuming."""
     args = [
         *keys,
+        "--grad_clip=0.5",
         *how,
         "--gradient_accumulation_steps=4",
-        "--grad_clip=0.5",
         "--eval_interval=3",
         "--eval_sequences=12",
         "--seed=3",
@@ -213,14 +221,42 @@ def test_two_shards_do_what_one_process_does(keys, tmp_path, how):
         output = process.communicate()[0]
         assert process.returncode == 0, output
     one, two = (losses(tmp_path / name) for name in ("one", "two"))
-    assert one.keys() == two.keys() and all(abs(one[i] - two[i]) < 1e-3 for i in (4, 5, 6)), (one, two)
+    rough = "--dtype=bfloat16" in how  # rounds differently with every grouping
+    close = 2e-2 if rough else 1e-3
+    assert one.keys() == two.keys() and all(abs(one[i] - two[i]) < close for i in (4, 5, 6)), (one, two)
     for name in ("best.pt", "ckpt.pt"):
         one, two = (checkpoint.load(tmp_path / run / name)["model"] for run in ("one", "two"))
         assert one.keys() == two.keys()
         for key in one:
-            assert torch.allclose(one[key], two[key], atol=2e-3), key
-    model, _, _ = checkpoint.open_run(str(tmp_path / "two"), {"shard": False})
-    assert model.body.base.config.num_hidden_layers == 2
+            assert torch.allclose(one[key], two[key], atol=0.1 if rough else 2e-3), key
+    # AdamW's step does not depend on the gradient's scale; its moments do
+    one, two = (moments(tmp_path / run / "ckpt.pt") for run in ("one", "two"))
+    assert abs(one / two - 1) < (0.05 if rough else 0.01), (one, two)
+    _, config, _ = checkpoint.open_run(str(tmp_path / "two"), {})
+    assert not config.shard, "whoever opens it has it whole"
+
+
+def moments(path):
+    """The norm of all of AdamW's first moments."""
+    return (
+        sum(of["exp_avg"].square().sum() for of in checkpoint.load(path)["optimizer"]["state"].values()).sqrt().item()
+    )
+
+
+def test_shards_do_not_stay_together():
+    """After a layer has worked, each process has its share alone again, also when nothing is learnt."""
+    model, _ = wrapped("llama")
+    tokens, cond = random_queries()
+    before = nll(model, tokens, cond)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        sharding.shard(model, "cpu")
+        assert torch.allclose(nll(model, tokens, cond), before, atol=1e-5)
+        for p in model.body.layers.parameters():
+            assert isinstance(p, torch.distributed.tensor.DTensor)
+        assert torch.is_tensor(sharding.whole({"a": [p]})["a"][0])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # ---------------------------------------------------------------- what is refused
@@ -240,6 +276,25 @@ def test_models_that_will_not_do(about, words):
     assert all(llm.why_not(family()) is None for family in FAMILIES.values())
 
 
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 8}
+
+
+@pytest.mark.parametrize(
+    "about, words",
+    [
+        (lambda: transformers.FalconConfig(alibi=False, **LAYERS), "does not ask for the attention"),
+        (lambda: transformers.CohereConfig(intermediate_size=32, logit_scale=0.1, **LAYERS), "logits differ"),
+    ],
+)
+def test_models_that_do_something_else(about, words):
+    """Their configuration looks fine; a query with copies tells."""
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(about(), attn_implementation="sdpa")
+    transformers.AttentionInterface.register("ac_gpt", llm.attention)
+    with pytest.raises(UserError, match=words):
+        llm.check_wrapping(lm, 8, "x")
+
+
 def test_mistakes(keys, folder, tmp_path, expect_refusal, monkeypatch):
     args = ["train.py", *keys, f"--out_dir={tmp_path / 'run'}"]
     expect_refusal(["cannot be loaded", "nowhere"], *args, f"--llm={tmp_path / 'nowhere'}")
@@ -252,15 +307,23 @@ def test_mistakes(keys, folder, tmp_path, expect_refusal, monkeypatch):
     expect_refusal(["gpt2", "no rotary positions"], *args, f"--llm={tmp_path / 'gpt2'}")
     small = transformers.LlamaForCausalLM(FAMILIES["llama"](vocab_size=100))
     small.save_pretrained(tmp_path / "small")
-    expect_refusal(["100 ids", "257"], *args, f"--llm={tmp_path / 'small'}")
-    meta = Path(
-        next(key for key in keys if key.startswith("--data_dir=")).removeprefix("--data_dir="),
-        "mini-TinyLlama",
-        "meta.json",
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "small")
+    expect_refusal(["100 ids", "tokenizer 257"], *args, f"--llm={tmp_path / 'small'}")
+    (tmp_path / "broken").mkdir()
+    for file in folder.glob("*.json"):
+        shutil.copy(file, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
+    expect_refusal(["broken", "cannot be loaded"], *args, f"--llm={tmp_path / 'broken'}")
+    expect_refusal(["head", "lm_head"], *args, "--lora_targets=q_proj,lm_head")
+    expect_refusal(
+        ["adapter = 'x'", "language models only"], "evaluate.py", HERE / "configs" / "tiny.py", "--adapter=x"
     )
+    expect_refusal(["shard = True", "torchrun"], *args, "--shard")
+    meta = load_config([], parse(keys)[1]).data_folder / "meta.json"
     right = meta.read_text()
     meta.write_text(right.replace(json.loads(right)["tokenizer_sha256"], "other"))
-    expect_refusal(["another tokenizer", "prepare_data.py mini"], *args)
+    expect_refusal(["another tokenizer", "tokenizer = "], *args)
     meta.write_text(right)
     monkeypatch.setattr(llm, "transformers", None)
     expect_refusal(["requirements-llm.txt"], *args)

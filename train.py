@@ -94,7 +94,12 @@ class Trainer:
         self.iter, self.best, self.ahead = 0, math.inf, None
         if state:
             load = sharding.load_optimizer if config.shard else torch.optim.AdamW.load_state_dict
-            load(self.optimizer, state["optimizer"])
+            try:
+                load(self.optimizer, state["optimizer"])
+            except ValueError as e:
+                raise UserError(
+                    f"{state['path']}: its optimizer had other parameters ({e}): give the same --shard"
+                ) from None
             if state["scaler"] and self.scaler.is_enabled():  # empty unless it was trained in float16
                 self.scaler.load_state_dict(state["scaler"])
             self.iter, self.best = state["iter"], state["best"]
@@ -160,7 +165,7 @@ class Trainer:
             slice(0, None) if self.config.shard else slice(self.rank, None, self.world)
         )  # shards have to work together
         nll = sum(self.loss(self.model, x, c, self.config.eval_seed, i) for i, (x, c) in parts[share])
-        return (float(nll) if self.config.shard else self.total(nll)) / n
+        return self.total(nll) / n / (self.world if self.config.shard else 1)
 
     def save(self, name, **more):
         """Write a checkpoint; called by every process, since shards have to be put together."""

@@ -4,6 +4,7 @@ dataset = "wikitext103"
 tokenizer = "hf:meta-llama/Llama-3.1-8B"
 llm = "meta-llama/Llama-3.1-8B"
 
+dropout = 0.0
 lora_rank = 64
 lora_alpha = 128.0
 gradient_checkpointing = True

@@ -4,6 +4,7 @@ dataset = "wikitext103"
 tokenizer = "hf:Qwen/Qwen3-1.7B"
 llm = "Qwen/Qwen3-1.7B"
 
+dropout = 0.0
 lora_rank = 8
 lora_alpha = 16.0
 gradient_checkpointing = True

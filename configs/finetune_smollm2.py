@@ -4,6 +4,7 @@ tokenizer = "hf:models/smollm2"
 llm = "models/smollm2"
 block_size = 128
 
+dropout = 0.0
 lora_rank = 8
 lora_alpha = 16.0
 dtype = "float32"  # on a CPU without matrix units bfloat16 takes half as long again; on a GPU leave this out
