@@ -14,6 +14,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import gc
 import os
 import sys
 import textwrap
@@ -335,6 +336,7 @@ def run(main):
     """Run a script's main(argv): a UserError becomes one line and exit code 2."""
     try:
         main(sys.argv[1:])
+        gc.collect()  # what holds on to a process group has to go before the interpreter does
     except UserError as e:
         print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
         sys.exit(2)

@@ -309,6 +309,8 @@ def main(argv):
             log.plot()
             best = f"lowest validation loss {trainer.best:.4f}" if trainer.best < math.inf else "not validated yet"
             print(f"{trainer.config.out_dir}: step {trainer.iter} of {trainer.config.max_iters}, {best}")
+        if world > 1:
+            dist.barrier()  # nobody leaves while another one still writes
         return trainer
     finally:
         for number, handler in before:
