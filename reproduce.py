@@ -197,10 +197,11 @@ def write_floors(config, folder):
     prepare_data.prepare_if_missing(config)
     questions, meta = evaluation_set(config, "val"), read_meta(config)
     seen, asked = read_chunks(config, "train"), questions.tokens.numpy()
-    five = ngram_nll(seen, asked, 5, meta["vocab_size"], meta["separator"])
+    one, five = (ngram_nll(seen, asked, order, meta["vocab_size"], meta["separator"]) for order in (1, 5))
     text, past = (np.asarray(x).astype(np.uint8).tobytes() for x in (asked, seen))  # a separator becomes byte 0
     alone, before, both = (len(lzma.compress(x, preset=9 | lzma.PRESET_EXTREME)) for x in (text, past, past + text))
     bits = {
+        "frequencies of single bytes": one.mean() / math.log(2),
         "5-gram model": five.mean() / math.log(2),
         "xz -9e of the sequences": 8 * alone / len(text),
         "xz -9e of them behind the training text": 8 * (both - before) / len(text),
