@@ -366,6 +366,7 @@ def figure_2(sources):
     (b) with and without the future, both at r_max 0.6 or the nearest to it, (c) against r_max.
     """
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import ScalarFormatter
 
     figure, panels = plt.subplots(len(sources), 3, figsize=(17, 4.2 * len(sources)), width_ratios=[2.2, 1, 1.3])
     two = [("ac_gpt", ""), ("sigma_temporal", "")]
@@ -379,8 +380,10 @@ def figure_2(sources):
                 x, y, error = zip(*bars)
                 a.bar(x, y, 0.14, yerr=error, color=color, label=text)
         a.set(yscale="log", title=f"(a) {name}, r_max {middle:g}", ylabel="perplexity")
-        a.set_xticks(range(len(MODES)), [title(mode).replace(", ", ",\n") for mode in MODES])
-        a.legend(fontsize=7)
+        a.set_xticks(range(len(MODES)), [title(mode).replace(" ", "\n", 1) for mode in MODES])
+        for kind in ("major", "minor"):  # 20, not 2 x 10^1
+            getattr(a.yaxis, f"set_{kind}_formatter")(ScalarFormatter())
+        a.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
         for i, row in enumerate(two):
             for j, mode in enumerate(("training_no_future", "training")):
                 if v := value(middle, row, mode):
@@ -390,10 +393,10 @@ def figure_2(sources):
                 points = [(r, v[0]) for r in r_maxes if (v := value(r, row, mode))]
                 if points:
                     c.plot(*zip(*points), style, color=SHOWN[row][1], label=f"{SHOWN[row][0]}, {title(mode)}")
-        b.set_xticks(range(2), [SHOWN[row][0] for row in two])
+        b.set_xticks(range(2), [SHOWN[row][0].replace(" ", "\n") for row in two])
         b.set(title="(b) training distribution,\nwithout (pale) and with the future", ylabel="perplexity")
         c.set(title="(c) against r_max", xlabel="r_max", ylabel="perplexity")
-        c.legend(fontsize=7)
+        c.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
 
