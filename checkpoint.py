@@ -30,12 +30,8 @@ from config import (
 )
 from model import Transformer
 
-MACHINE = (
-    "device",
-    "dtype",
-    "compile",
-    "shard",
-)  # keys that a checkpoint brings from where it was trained, and that stay there
+# keys that a checkpoint brings from where it was trained, and that stay there
+MACHINE = ("device", "dtype", "compile", "shard")
 
 
 def build(config, vocab_size, separator):

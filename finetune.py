@@ -157,7 +157,7 @@ def main(argv):
         trainer, log = train.set_up(paths, given, options)
         trainer.validate_and_save(log)
     else:
-        trainer = train.main([word for word in argv if word != "--untrained"])
+        trainer = train.main(argv)
     best = Path(trainer.config.out_dir) / "best.pt"
     if trainer.rank == 0 and best.exists() and trainer.config.shard:
         print(f"to write it for peft or transformers: python finetune.py {trainer.config.out_dir} --export")

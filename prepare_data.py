@@ -253,7 +253,8 @@ def prepare(config, options):
     """Write the data set of `config.dataset` and `config.tokenizer` into config.data_folder."""
     folder, part = config.data_folder, config.data_folder.with_name(config.data_folder.name + ".part")
     if (folder / "meta.json").exists() and not options.overwrite:
-        if read_meta(config).get("tokenizer_sha256") != getattr(get_tokenizer(config.tokenizer), "sha256", None):
+        own = get_tokenizer(config.tokenizer).sha256 if config.tokenizer.startswith("hf:") else None
+        if read_meta(config).get("tokenizer_sha256") != own:
             raise UserError(f"{folder} was made with another tokenizer of that name: --overwrite to do it again")
         print(f"{folder} is prepared already, from: {read_meta(config)['source']} (--overwrite to do it again)")
         return

@@ -35,7 +35,7 @@ import train
 from checkpoint import MACHINE, find_run, git_commit, open_run
 from config import UserError, key, load_config, parse, read_config_file, run, whole_file
 from evaluate import consistency, evaluate, evaluation_set, first, statistics
-from prepare_data import read_chunks, read_meta
+from prepare_data import get_tokenizer, read_chunks, read_meta
 from report import FLOORS, SAMPLED, VARIANTS, difference, name_of, plot, print_table, read_result, sample_table
 
 # ---------------------------------------------------------------- the runs
@@ -100,15 +100,14 @@ def score(config):
     questions = {split: evaluation_set(config, split) for split in splits}
     results = [condensed(x, config.mlm_sequences) for s in splits for x in evaluate(config, state, questions[s], s)]
     steps = [float(row["ms"]) for row in checkpoint.read_log(Path(config.out_dir) / "log.csv") if row["ms"]]
+    minutes = round(float(np.median(steps)) * config.max_iters / 60_000, 2) if steps else None  # by the median step
     return {
         "run": name_of(config),
         "trained_by": state.get("commit"),
         "scored_by": git_commit(),
         "torch": torch.__version__,
         "machine": state.get("machine", checkpoint.machine_name(config)),
-        "minutes": round(float(np.median(steps)) * config.max_iters / 60_000, 2)
-        if steps
-        else None,  # by the median step
+        "minutes": minutes,
         "checkpoint": Path(state["path"]).name,
         "iter": state["iter"],
         "config": asdict(config),
@@ -227,16 +226,15 @@ def sample_runs(path, given, options, folder):
         ):
             print(f"left out: {config.out_dir} is not there or not finished", file=sys.stderr)
             continue
-        machine = {name: getattr(config, name) for name in MACHINE}
-        model, config, state = open_run(config.out_dir, machine)
-        questions, scores = evaluation_set(config, "val"), []
-        for mode, temperature in itertools.product(SAMPLED, (0.8, 0)):
-            if not sample.has_mode(model, mode, sample.asked_in(mode, questions)):
-                continue
-            keys = [f"--n={options.samples}", f"--mode={mode}", f"--temperature={temperature}", "--batch_size=50"]
-            sample.main([config.out_dir, "--protocol=paper", *keys, *(f"--{k}={v}" for k, v in machine.items())])
-            file = Path(config.out_dir) / f"samples_{mode}{'_temperature0.0' * (not temperature)}.jsonl"
-            scores.append({"mode": mode, "temperature": temperature, **generation.score_samples(config, state, file)})
+        model, config, state = open_run(config.out_dir, {name: getattr(config, name) for name in MACHINE})
+        questions, tokenizer, scores = evaluation_set(config, "val"), get_tokenizer(config.tokenizer), []
+        for mode, temperature in itertools.product(SAMPLED, (0.8, 0.0)):
+            if sample.has_mode(model, mode, sample.asked_in(mode, questions)):
+                how = sample.Options(n=options.samples, mode=mode, temperature=temperature)
+                sample.protocol(model, replace(config, batch_size=50), how, tokenizer, state)
+                file = sample.samples_file(config, mode, how)
+                found = generation.score_samples(config, state, file)
+                scores.append({"mode": mode, "temperature": temperature, **found})
         about = {"run": name_of(config), "sampled_by": git_commit(), "evaluation_set": questions.hash}
         with whole_file(target, "w") as file:
             json.dump({**about, "config": asdict(config), "scores": scores}, file, indent=1)
@@ -249,13 +247,11 @@ def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
     if len(paths) != 1 or not paths[0].endswith(".py"):
         raise UserError("name one config file: python reproduce.py configs/tiny.py")
-    if bad := {"method", "sigma_positions", "out_dir", "init_from"} & set(given):
-        raise UserError(f"--{min(bad)} differs from run to run here: choose runs by --methods, --r_max and --seeds")
     path, config = paths[0], load_config(paths, given)
-    if bad := {"method", "sigma_positions", "out_dir", "init_from"} & {*given} | {"out_dir"} & {
-        *read_config_file(path)
-    }:
-        raise UserError(f"{min(bad)} differs from run to run here: leave it out, and choose runs by --methods")
+    fixed = {"method", "sigma_positions", "out_dir", "init_from"} & {*given} | {"out_dir"} & {*read_config_file(path)}
+    if fixed:
+        fix = "leave it out, and choose runs by --methods, --r_max and --seeds"
+        raise UserError(f"--{min(fixed)} differs from run to run here: {fix}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("reproduce.py runs in one process: give the jobs of --list to your GPUs, not torchrun")
     folder = Path(options.results) / Path(path).stem

@@ -161,10 +161,14 @@ def has_mode(model, name, known):
     return model.can_condition_on(known) if mode.future else mode.law is None or not model.bound
 
 
+def given_in(name, known):
+    """What is known in a mode, as x_c and as what is forced in the body (None: nothing more)."""
+    return (known, None) if MODES[name].future else (torch.zeros_like(known), known)
+
+
 def sample_mode(model, config, options, name, tokens, known, seed=None):
     """Sample x_e of questions (B, T) in a mode -> (B, T)."""
-    cond, forced = (known, None) if MODES[name].future else (torch.zeros_like(known), known)
-    return generate(model, config, options, tokens, cond, forced, seed)
+    return generate(model, config, options, tokens, *given_in(name, known), seed)
 
 
 def show_modes(model, config, options, tokenizer):
@@ -188,7 +192,7 @@ def log_p_of(model, config, name, tokens, known, seed):
     """
     if model.bound or not model.one_pass:
         return [None] * len(tokens)
-    cond, forced = (known, None) if MODES[name].future else (torch.zeros_like(known), known)
+    cond, forced = given_in(name, known)
     with torch.no_grad(), autocast(config):
         nll = model.exact_nll(tokens, cond, ~known, order_generator(model, seed, forced))
     return (-nll.cpu().double().sum(1)).tolist()
@@ -226,7 +230,7 @@ def protocol(model, config, options, tokenizer, state):
     """The paper's samples (Appendix A): n validation questions in a mode, or in all that the method has, one JSON a line. Batches have
     seeds of their own, so an interrupted file goes on as if nothing had happened.
     """
-    questions, folder, B = evaluation_set(config, "val"), Path(config.out_dir), config.batch_size
+    questions, B = evaluation_set(config, "val"), config.batch_size
     if options.n > len(questions.tokens):
         raise UserError(f"--n={options.n}: the evaluation set has {len(questions.tokens)} sequences (eval_sequences)")
     about = {"checkpoint": file_sha256(state["path"])[:16], "iter": state["iter"], "evaluation_set": questions.hash}
@@ -236,7 +240,7 @@ def protocol(model, config, options, tokenizer, state):
     for name in MODES if options.mode == "all" else [options.mode]:
         known = asked_in(name, questions)
         if has_mode(model, name, known):
-            path = folder / f"samples_{name}{tag_of(options)}.jsonl"
+            path = samples_file(config, name, options)
             files.append((name, known, path, read_samples(path, {"mode": name, **about})))
         elif options.mode == "all":
             print(f"left out: {config.method} cannot be sampled in the mode {name}", file=sys.stderr)
@@ -266,10 +270,11 @@ def protocol(model, config, options, tokenizer, state):
         print(f"{path}: {options.n} samples", flush=True)
 
 
-def tag_of(options):
-    """What is not the paper's, as a part of the file's name."""
+def samples_file(config, name, options):
+    """samples_<mode>.jsonl in the run's folder; what is not the paper's is a part of the name."""
     usual = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
-    return "".join(f"_{name}{getattr(options, name)}" for name in usual if getattr(options, name) != usual[name])
+    tag = "".join(f"_{key}{getattr(options, key)}" for key in usual if getattr(options, key) != usual[key])
+    return Path(config.out_dir) / f"samples_{name}{tag}.jsonl"
 
 
 # ---------------------------------------------------------------- the command

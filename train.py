@@ -221,8 +221,8 @@ class Trainer:
             self.stop = bool(self.total(self.stop))  # all processes end at the same step
         if saved_at < self.iter:
             self.save_for_resuming()
-        if self.rank == 0 and saved_at < self.iter:
-            print(f"stopped after step {self.iter}; go on with --resume")
+            if self.rank == 0:
+                print(f"stopped after step {self.iter}; go on with --resume")
 
 
 # ---------------------------------------------------------------- set-up
