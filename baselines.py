@@ -42,9 +42,11 @@ class SigmaTemporal(ConditionalModel):
     two positions: its own token's, and that of the token to predict. Here x_c and x_e each stand from left to right.
     """
 
-    def __init__(self, body, bos, positions="dual"):
+    settings = ("sigma_positions",)
+
+    def __init__(self, body, bos, sigma_positions="dual"):
         super().__init__(body, bos)
-        body.ropes = lambda x: SIGMA_POSITIONS[positions](x, body.d)
+        body.ropes = lambda x: SIGMA_POSITIONS[sigma_positions](x, body.d)
 
     def order(self, cond, generator, scored=None):
         """-> (B, T): the places, 0 .. T - 1, of x_c, and then those of x_e."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from baselines import METHODS
+import baselines
 from config import (
     FIXED,
     Config,
@@ -28,7 +28,10 @@ from config import (
     resolve_machine,
     whole_file,
 )
+from coral import Coral, TargetAware
 from model import Transformer
+
+METHODS = {**baselines.METHODS, "coral": Coral}
 
 # keys that a checkpoint brings from where it was trained, and that stay there
 MACHINE = ("device", "dtype", "compile", "shard")
@@ -44,9 +47,10 @@ def build(config, vocab_size, separator):
 
         body = llm.load(config, vocab_size)
     else:
-        body = Transformer(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
-    more = {"positions": config.sigma_positions} if config.method.startswith("sigma") else {}
-    model = METHODS[config.method](body, bos=separator, **more)
+        kind = TargetAware if config.method == "coral" else Transformer
+        body = kind(vocab_size, config.n_layer, config.n_head, config.n_embd, config.dropout)
+    method = METHODS[config.method]
+    model = method(body, separator, **{name: getattr(config, name) for name in method.settings})
     return model if config.shard else model.to(config.device)  # it may be too large to lie there whole
 
 
@@ -146,16 +150,29 @@ def restore(config, state):
 @torch.no_grad()
 def load_weights(model, state):
     """Take over what a checkpoint holds."""
-    weights = trained_weights(model)
+    weights = own_weights(model)
     if missing := set(weights) ^ set(state["model"]):
         raise UserError(f"{state['path']} does not fit its config: {min(missing)} is in one of them only; train again")
     for name, weight in weights.items():
         weight.copy_(state["model"][name])
 
 
-def trained_weights(model):
-    """{name: parameter} of all that is trained: everything, or of a language model with an adapter, that one."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def start_from(model, config):
+    """Begin with the weights of another run of the same size, config.init_from. A head of its own begins as an embedding that is both."""
+    state = load(Path(config.init_from) / "best.pt")
+    weights = state["model"]
+    for name in ("tokenizer", "n_layer", "n_head", "n_embd"):
+        then, now = state["config"].get(name, getattr(Config, name)), getattr(config, name)
+        if then != now:
+            raise UserError(f"init_from = {config.init_from} has {name} = {then}, not {now}: they have to be the same")
+    if "body.lm_head" in own_weights(model):
+        weights.setdefault("body.lm_head", weights["body.wte.weight"])
+    load_weights(model, state)
+
+
+def own_weights(model):
+    """{name: parameter} of all that a checkpoint holds: of a language model what is trained, the rest lies in its folder."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or not hasattr(model.body, "lm")}
 
 
 def open_run(*place, **how):

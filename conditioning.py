@@ -8,6 +8,7 @@ nothing of networks, tokenizers or files. To see it at work:
 Names: B sequences of T body tokens x_1..x_T; `cond` is (B, T) bool, True = known = in x_c; the rest is x_e.
 """
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
@@ -66,7 +67,18 @@ def uniform_int(bound, shape, generator):
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * bound).long()
 
 
-LAWS = {"training": training_law, "infilling": infilling_law}  # a law of your own: a function above, a name here
+def prompt_law(config, n, generator):
+    """The first `prompt_length` tokens are known, and blocks of the rest. Returns cond (n, T) bool."""
+    P = config.prompt_length
+    rest = training_law(dataclasses.replace(config, block_size=config.block_size - P, prompt_length=0), n, generator)
+    return torch.cat([torch.ones(n, P, dtype=torch.bool), rest], 1)
+
+
+LAWS = {
+    "training": training_law,
+    "infilling": infilling_law,
+    "prompt": prompt_law,
+}  # yours: a function above, a name here
 
 
 def draw_cond(config, n, generator):

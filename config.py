@@ -35,7 +35,7 @@ def key(default, help, low=None, high=None, choices=None, fixed=None):
     return dataclasses.field(default=default, metadata=about)
 
 
-METHOD_NAMES = ("gpt", "ac_gpt", "sigma_temporal", "sigma_random", "mlm", "diffusion")
+METHOD_NAMES = ("gpt", "ac_gpt", "sigma_temporal", "sigma_random", "mlm", "diffusion")  # of the comparison
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Config:
     data_dir: str = key("data", "folder of the prepared data sets")
     block_size: int = key(1024, "T, body tokens of a sequence", low=1, fixed="model")
     # method
-    method: str = key("ac_gpt", "what is trained", choices=METHOD_NAMES, fixed="model")
+    method: str = key("ac_gpt", "what is trained", choices=(*METHOD_NAMES, "coral"), fixed="model")
     sigma_positions: str = key(
         "dual", "how sigma-GPT is told its two positions (baselines.py)", choices=("dual", "query"), fixed="model"
     )
@@ -60,6 +60,19 @@ class Config:
     b_min: int = key(1, "fewest blocks of known tokens", low=1, fixed="run")
     b_max: int | None = key(None, "most blocks of known tokens; None: |x_c|", low=1, fixed="run")
     mix: float = key(0.0, "share of training sequences with empty x_c", low=0, high=1, fixed="run")
+    prompt_length: int = key(0, "law = 'prompt': known tokens at the start", low=0, fixed="run")
+    # coral.py
+    stage: str = key("0", "coral: what is trained", choices=("0", "1", "2a", "2b"), fixed="run")
+    k_f: int = key(4, "coral: how far ahead it predicts", low=1, fixed="run")
+    k_b: int = key(8, "coral: how far behind it reconstructs", low=0, fixed="run")
+    granularity: int = key(4, "coral: tokens of a patch to be spoilt", low=1, fixed="run")
+    ratio: float = key(0.25, "coral: share of patches that are spoilt", low=0, high=1, fixed="run")
+    corruption: str = key(
+        "fixed",
+        "coral: granularity and ratio as given, or drawn for each sequence",
+        choices=("fixed", "drawn"),
+        fixed="run",
+    )
     # model
     n_layer: int = key(6, "Transformer blocks", low=1, fixed="model")
     n_head: int = key(12, "attention heads", low=1, fixed="model")
@@ -87,7 +100,7 @@ class Config:
     beta1: float = key(0.9, "AdamW's beta1", low=0, high=0.99999, fixed="run")
     beta2: float = key(0.999, "AdamW's beta2", low=0, high=0.99999, fixed="run")
     grad_clip: float = key(1.0, "largest norm of the gradient; 0: no clipping", low=0)
-    init_from: str = key("scratch", "start anew, or go on from ckpt.pt", choices=("scratch", "resume"))
+    init_from: str = key("scratch", "scratch; resume: go on from ckpt.pt; or a run folder, whose weights to start from")
     # evaluation
     eval_interval: int = key(500, "steps between validations, each followed by a checkpoint", low=1)
     eval_sequences: int | None = key(None, "sequences of the evaluation set; None: the whole split", low=1)
@@ -113,6 +126,10 @@ class Config:
             raise UserError(f"r_min = {self.r_min} is larger than r_max = {self.r_max}: swap them")
         if self.b_max is not None and self.b_min > self.b_max:
             raise UserError(f"b_min = {self.b_min} is larger than b_max = {self.b_max}: swap them")
+        if self.prompt_length >= self.block_size:
+            raise UserError(
+                f"prompt_length = {self.prompt_length} leaves nothing of block_size = {self.block_size}: lower it"
+            )
         if self.n_embd % (2 * self.n_head):
             raise UserError(
                 f"n_embd = {self.n_embd} does not split into {self.n_head} heads of even width: "

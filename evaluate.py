@@ -27,8 +27,7 @@ import torch
 from tqdm import tqdm
 
 import conditioning
-from baselines import METHODS
-from checkpoint import autocast, find_run, git_commit, open_run, restore
+from checkpoint import METHODS, autocast, find_run, git_commit, open_run, restore
 from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with, uniform_int
 from config import UserError, key, parse, run, whole_file
 from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta

@@ -55,8 +55,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(n_embd, 3 * n_embd)
         self.proj = nn.Linear(n_embd, n_embd)
 
+    def project(self, x):
+        """x (..., L, D) -> q, k, v (..., L, H, d), not turned yet."""
+        return self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)
+
     def forward(self, x, ropes, allowed, rows, cache):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).unbind(-3)  # (..., L, H, d) each
+        q, k, v = self.project(x)
         q, k = rotate(q, ropes[0]), rotate(k, ropes[1])
         if cache is not None:
             k, v = cache.append(k, v)
@@ -77,7 +81,10 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x, ropes, allowed, rows=..., cache=None):
-        x = x[rows] + self.drop(self.attn(self.ln_1(x), ropes, allowed, rows, cache))
+        return self.finish(x[rows], self.attn(self.ln_1(x), ropes, allowed, rows, cache))
+
+    def finish(self, x, attended):
+        x = x + self.drop(attended)
         return x + self.drop(self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh")))
 
 
@@ -160,6 +167,7 @@ class ConditionalModel(nn.Module):
     known. Both belong on the CPU, whatever the body's device: asking a GPU how many are known makes it wait.
     """
 
+    settings = ()  # keys of config.py that its constructor takes
     readings = (("", 0),)  # ways to score it: (name, random draws of which the mean is taken; 0: exact, left to right)
     bound = False  # is a score only an upper bound of the NLL?
     one_pass = True  # or does a score take a pass for each token?

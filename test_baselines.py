@@ -35,7 +35,7 @@ class InRandomOrder(B.SigmaRandom):
 
 @pytest.mark.parametrize("kind, positions", [*SIGMA, (InRandomOrder, "dual"), (InRandomOrder, "query")])
 def test_sigma_sums_to_one(kind, positions):
-    check_sum_to_one(weighty(kind, positions=positions))
+    check_sum_to_one(weighty(kind, sigma_positions=positions))
 
 
 def test_mlm_sums_to_one():
@@ -44,7 +44,7 @@ def test_mlm_sums_to_one():
 
 def test_no_leaks():
     for positions in ("dual", "query"):
-        check_no_leak(weighty(B.SigmaTemporal, positions=positions))
+        check_no_leak(weighty(B.SigmaTemporal, sigma_positions=positions))
 
 
 @pytest.mark.parametrize("kind, positions", SIGMA)
@@ -53,14 +53,14 @@ def test_sigma_from_left_to_right_is_gpt(kind, positions):
     tokens, cond = random_queries()
     prefix = torch.arange(T) < (torch.arange(len(tokens)) % T)[:, None]
     for known in (cond & False, prefix):
-        sigma, gpt = nll(weighty(kind, positions=positions), tokens, known), nll(weighty(M.GPT), tokens, known)
+        sigma, gpt = nll(weighty(kind, sigma_positions=positions), tokens, known), nll(weighty(M.GPT), tokens, known)
         assert torch.equal(sigma, gpt) if positions == "query" else torch.allclose(sigma, gpt, atol=1e-5)
 
 
 @pytest.mark.parametrize("positions", ["dual", "query"])
 def test_the_target_position_matters(positions):
     """One known token, x_3: what it says of x_1 is not what it says of x_5."""
-    model = weighty(B.SigmaTemporal, positions=positions)
+    model = weighty(B.SigmaTemporal, sigma_positions=positions)
     order = torch.tensor([[2, 0, 1, 3, 4], [2, 4, 0, 1, 3]])
     tokens = torch.ones(2, T, dtype=torch.long)
     model.order = lambda *args: order
@@ -87,7 +87,7 @@ def sigma_by_hand(model, x, order, n_known):
 @pytest.mark.parametrize("kind, positions", SIGMA)
 def test_sigma_against_one_prediction_at_a_time(kind, positions):
     """The first token of x_e is predicted by the slot before it and scored; each token lands at its place."""
-    model, (tokens, cond) = weighty(kind, positions=positions), random_queries()
+    model, (tokens, cond) = weighty(kind, sigma_positions=positions), random_queries()
     for generator in (None, 7):
 
         def seeded():
@@ -113,7 +113,7 @@ def test_sigma_random_shuffles_both_sets():
 
 @pytest.mark.parametrize("kind, positions", SIGMA)
 def test_sigma_generates_what_it_scores(kind, positions):
-    model, (tokens, cond) = weighty(kind, positions=positions), random_queries()
+    model, (tokens, cond) = weighty(kind, sigma_positions=positions), random_queries()
     for seed in (None, 3):
 
         def seeded():
@@ -143,7 +143,7 @@ def test_dual_gives_half_of_the_frequencies_to_each_position():
 @pytest.mark.parametrize("positions", ["dual", "query"])
 def test_what_is_scored_comes_last(positions):
     """In a random order, [x_c | the rest of x_e | what is scored], against one prediction at a time."""
-    model, (tokens, cond) = weighty(B.SigmaRandom, positions=positions), random_queries()
+    model, (tokens, cond) = weighty(B.SigmaRandom, sigma_positions=positions), random_queries()
     scored = ~cond & (torch.rand(cond.shape, generator=torch.Generator().manual_seed(0)) < 0.5)
     orders = model.order(cond, torch.Generator().manual_seed(7), scored)
     with torch.no_grad():

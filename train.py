@@ -72,8 +72,9 @@ def draw_step(chunks, config, step):
 def make_optimizer(model, config):
     """AdamW; weight decay on matrices, none on biases and norms."""
     kinds = {}
-    for p in checkpoint.trained_weights(model).values():
-        kinds.setdefault((p.dim() >= 2, type(p.data)), []).append(p)  # shards do not go with what is whole
+    for p in model.parameters():
+        if p.requires_grad:
+            kinds.setdefault((p.dim() >= 2, type(p.data)), []).append(p)  # shards do not go with what is whole
     groups = [{"params": ps, "weight_decay": config.weight_decay * matrices} for (matrices, _), ps in kinds.items()]
     fused = config.device.startswith(("cuda", "cpu"))
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
@@ -169,7 +170,7 @@ class Trainer:
 
     def save(self, name, **more):
         """Write a checkpoint; called by every process, since shards have to be put together."""
-        weights = {name: p.detach() for name, p in checkpoint.trained_weights(self.model).items()}
+        weights = {name: p.detach() for name, p in checkpoint.own_weights(self.model).items()}
         state = {"iter": self.iter, "best": self.best, "config": asdict(self.config), **self.vocabulary, **self.made_by}
         state |= sharding.whole({"model": weights, **more})
         if self.rank == 0:
@@ -269,6 +270,8 @@ def set_up(paths, given, options, rank=0, world=1):
     if not state:
         meta = prepare_data.read_meta(config)
         model = checkpoint.build(config, meta["vocab_size"], meta["separator"])
+        if config.init_from != "scratch":
+            checkpoint.start_from(model, config)
     trainer = Trainer(model, config, chunks, questions, state, rank, world)
     if rank == 0:
         claim_folder(config, options.overwrite, resume=bool(state))

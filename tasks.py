@@ -1,0 +1,56 @@
+"""Two languages of our own, for COrAL: tasks whose answers are right or wrong. prepare_data.py writes them as bytes.
+
+    reverse   64 letters, then the same from the last to the first. Nothing to think about: how many tokens does a call yield?
+    carry     24 column sums of an addition, one sign each (0 .. 9, A .. I), then the 25 digits of the result.
+
+        columns   5 9 9 A 0      the rightmost column carries nothing, A = 10 carries 1 into 9, that one into 9, ...
+        digits  0 6 0 0 0 0      most significant first: from left to right, 6 needs to know all of the columns up to A;
+                                 from right to left, a digit and its column tell what was carried into the next one
+
+Each line is a document: a prompt of PROMPT tokens, the answer, and the separator, which ends it. This file knows no model.
+"""
+
+import numpy as np
+
+SIGNS = "0123456789ABCDEFGHI"
+P_NINE = 0.7  # share of nines, which pass a carry on; fixed before any COrAL run, see README
+PROMPT = {"reverse": 64, "carry": 24}
+LENGTH = {"reverse": 64 + 64 + 1, "carry": 24 + 25 + 1}  # block_size: the separator counts
+
+
+def add_up(columns):
+    """Column sums (n, k) of 0 .. 18, most significant first -> the digits of the sum they stand for, (n, k + 1)."""
+    digits, carry = np.zeros((len(columns), columns.shape[1] + 1), np.int64), np.zeros(len(columns), np.int64)
+    for i in reversed(range(columns.shape[1])):
+        carry, digits[:, i + 1] = np.divmod(columns[:, i] + carry, 10)
+    digits[:, 0] = carry
+    return digits
+
+
+def carry(n, rng):
+    columns = rng.integers(0, 18, (n, PROMPT["carry"]))
+    columns += columns >= 9  # uniform on all but 9
+    columns[rng.random(columns.shape) < P_NINE] = 9
+    return columns, add_up(columns)
+
+
+def reverse(n, rng):
+    letters = rng.integers(0, 26, (n, PROMPT["reverse"]))
+    return letters, letters[:, ::-1]
+
+
+def documents(name, n, seed):
+    """n lines of a task, drawn from `seed`."""
+    task, signs = {"carry": (carry, SIGNS), "reverse": (reverse, "abcdefghijklmnopqrstuvwxyz")}[name]
+    rows = np.concatenate(task(n, np.random.default_rng(seed)), 1)
+    return ["".join(signs[i] for i in row) for row in rows]
+
+
+def source(name):
+    """What prepare_data.py calls a source."""
+
+    def splits(options, state):
+        sizes = {"train": 200_000, "val": 2_000, "test": 2_000}
+        yield {split: documents(name, n, seed) for seed, (split, n) in enumerate(sizes.items())}, None
+
+    return splits

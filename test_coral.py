@@ -1,0 +1,569 @@
+"""COrAL's exact facts: target-aware positions, the pairs of its losses, the law of its noise, and its decoder against stubs.
+
+Models are tiny with large weights, in float64; a stub answers `log_p` where only the decoder is tested.
+"""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import coral_runs
+import tasks
+import train
+from checkpoint import load, open_run
+from coral import (
+    STAGES,
+    Coral,
+    Decoder,
+    TargetAware,
+    candidates,
+    corrupt,
+    decode,
+    pairs_of,
+    tree,
+    upto_end,
+    verification,
+    verify,
+    weight,
+)
+from model import Transformer
+
+V, L, EOS = 6, 9, 5
+
+
+def weighty(stage="2b", **how):
+    torch.manual_seed(0)
+    model = Coral(TargetAware(V, 3, n_head=2, n_embd=16), bos=EOS, stage=stage, **how)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.5)
+    return model.double().eval()
+
+
+def random_slots(n=3, length=L, seed=1):
+    return torch.randint(V, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+def every_slot(slots):
+    return torch.arange(slots.size(1)).expand_as(slots)
+
+
+def causal(n):
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+# ---------------------------------------------------------------- target-aware positions
+
+
+def test_a_target_at_the_source_is_the_plain_layer():
+    body, slots = weighty().body, random_slots()
+    where = every_slot(slots)
+    plain = Transformer.forward(body, slots, where, causal(L).expand(len(slots), -1, -1))
+    assert torch.equal(body.pairs(slots, where, where), plain)
+
+
+@pytest.mark.parametrize("d", [-8, -1, 1, 4])
+def test_an_offset_turns_the_queries(d):
+    """A plain layer whose W_q is R(d) W_q gives the same."""
+    body, slots = weighty().body, random_slots()
+    where = every_slot(slots)
+    found = body.pairs(slots, where, where + d)
+    attn, half = body.blocks[-1].attn, body.d // 2
+    angle = d * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    with torch.no_grad():
+        for x in (attn.qkv.weight, attn.qkv.bias):
+            q = x[:16].unflatten(0, (2, 2, half))  # heads, halves
+            a, b = q[:, 0].clone(), q[:, 1].clone()
+            cos, sin = (f(angle).view(1, half, *[1] * (x.dim() - 1)) for f in (torch.cos, torch.sin))
+            q[:, 0], q[:, 1] = a * cos - b * sin, b * cos + a * sin
+    plain = Transformer.forward(body, slots, where, causal(L).expand(len(slots), -1, -1))
+    assert (found - plain).abs().max() < 1e-4  # angles are float32
+    assert (found - Transformer.forward(weighty().body, slots, where, causal(L).expand(3, -1, -1))).abs().max() > 1e-2
+
+
+def test_a_source_sees_what_is_before_it():
+    """For every target: the same as on the slots up to the source alone, and no gradient from any later one."""
+    model, slots = weighty(), random_slots(1)
+    embedded = []
+    model.body.wte.register_forward_hook(lambda module, x, y: embedded.append(y.requires_grad_()) or y)
+    for m, mu in itertools.product(range(L), range(L + 4)):
+        whole = model.body.pairs(slots, torch.tensor([[m]]), torch.tensor([[mu]]))
+        (gradient,) = torch.autograd.grad(whole.sum(), embedded[-1])
+        assert not gradient[0, m + 1 :].any() and gradient[0, : m + 1].any()
+        short = model.body.pairs(slots[:, : m + 1], torch.tensor([[m]]), torch.tensor([[mu]]))
+        assert (whole - short).abs().max() < 1e-12
+
+
+def test_a_node_of_a_tree_is_its_path_in_a_line():
+    model, y = weighty(), [EOS, 1, 2]
+    tokens, parents = [3, 4, 0, 1, 2], [-1, 0, 1, 0, -1]  # 3-4-0, 3-1, 2
+    slots, positions, allowed = tree(y, tokens, parents)
+    for path in ([0, 1, 2], [0, 3], [4]):
+        line = torch.tensor(y + [tokens[i] for i in path])
+        for i, depth in zip(path, itertools.count(len(y))):
+            tgt = torch.arange(len(y), len(y) + 5)
+            in_tree = model.log_p(slots, torch.full_like(tgt, len(y) + i), tgt, positions, allowed)
+            in_line = model.log_p(line, torch.full_like(tgt, depth), tgt)
+            assert (in_tree - in_line).abs().max() < 1e-12
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_pairs_are_all_there_are():
+    targets = torch.rand(4, L, generator=torch.Generator().manual_seed(2)) < 0.4
+    targets[2] = False
+    src, tgt, real = pairs_of(targets, range(-3, 3))
+    for b in range(4):
+        found = [*zip(src[b][real[b]].tolist(), tgt[b][real[b]].tolist())]
+        wanted = {(mu - d, mu) for mu in range(L) if targets[b, mu] for d in range(-3, 3) if 0 <= mu - d < L}
+        assert set(found) == wanted and len(found) == len(wanted)
+
+
+def test_forward_terms_are_k_f_times_the_response():
+    response = torch.arange(20).expand(3, -1) >= 4
+    assert pairs_of(response, range(1, 5))[2].sum() == 3 * 16 * 4
+
+
+def test_the_loss_is_that_of_a_plain_loop():
+    model = weighty(granularity=2, ratio=0.5)
+    tokens, cond = random_slots(3, 8), torch.arange(8).expand(3, -1) < 3
+    clean = model.slots(tokens)
+    spoilt, where = corrupt(clean, F.pad(~cond, (1, 0)), 2, 0.5, torch.Generator().manual_seed(7))
+
+    def mean(slots, targets, offsets):
+        terms = [
+            -model.log_p(slots[b], torch.tensor([mu - d]), torch.tensor([mu]))[0, clean[b, mu]].item()
+            for b, mu in targets.nonzero().tolist()
+            for d in offsets
+            if 0 <= mu - d < 9
+        ]
+        return sum(terms) / len(terms)
+
+    wanted = (mean(clean, F.pad(~cond, (1, 0)), range(1, 5)) + mean(spoilt, where, range(-8, 1))) / 2
+    loss, n = model.training_loss(tokens, cond, torch.Generator().manual_seed(7))
+    assert n == 15 and loss.item() / 15 == pytest.approx(wanted, rel=1e-9)
+    sft = weighty("0")
+    wanted = -torch.cat([sft.body.head(sft.body(clean, every_slot(clean), causal(9).expand(3, -1, -1)))]).log_softmax(
+        -1
+    )
+    wanted = wanted[:, :-1].gather(2, tokens[..., None])[..., 0][~cond].mean().item()
+    loss, n = sft.training_loss(tokens, cond)
+    assert loss.item() / int(n) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_every_offset_gets_a_gradient():
+    model, seen = weighty(), {}
+    tokens, cond = random_slots(8, 16), torch.arange(16).expand(8, -1) < 5
+    plain = model.body.pairs
+
+    def record(slots, src, tgt, *more):
+        hidden = plain(slots, src, tgt, *more)
+        hidden.register_hook(
+            lambda g: [seen.setdefault(d, []).append(g[tgt - src == d].abs().sum()) for d in range(-8, 5)] and None
+        )
+        return hidden
+
+    model.body.pairs = record
+    model.training_loss(tokens, cond, torch.Generator().manual_seed(0))[0].backward()
+    assert set(seen) == set(range(-8, 5)) and all(sum(values) > 0 for values in seen.values())
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_noise(drawn):
+    """The prompt stays, one patch at least is spoilt, what is not picked is clean, what is comes from the response, whole patches."""
+    slots, response = torch.arange(30).expand(500, -1).clone(), torch.arange(30).expand(500, -1) >= 7
+    spoilt, where = corrupt(slots, response, 4, 0.25, torch.Generator().manual_seed(0), drawn)
+    assert not where[:, :7].any() and where.any(1).all()
+    assert torch.equal(spoilt[~where], slots[~where]) and (spoilt[where] >= 7).all()
+    if not drawn:
+        for row, picked in zip(spoilt[:, 7:], where[:, 7:]):
+            for patch, mask, first in zip(row.split(4), picked.split(4), range(7, 30, 4)):
+                assert mask.all() or not mask.any()
+                start = patch[0].item()
+                repeated = patch.tolist() == [first] * len(patch)
+                assert (
+                    not mask.any()
+                    or repeated
+                    or (start % 4 == 3 and patch.tolist() == [*range(start, start + len(patch))])
+                )
+
+
+def test_the_share_that_is_spoilt():
+    """On a long response: the ratio, half of it repeated; and drawn, patches of 1 .. 4 tokens and a ratio of the same mean."""
+    slots = torch.arange(4000).expand(200, -1)
+    response = slots >= 0
+    spoilt, where = corrupt(slots, response, 4, 0.25, torch.Generator().manual_seed(0))
+    assert where.double().mean() == pytest.approx(0.25, abs=0.004)
+    repeated = (spoilt == slots // 4 * 4) & (slots % 4 > 0)
+    assert repeated[where].double().mean() == pytest.approx(0.75 / 2, abs=0.01)
+    spoilt, where = corrupt(slots, response, 4, 0.2, torch.Generator().manual_seed(0), drawn=True)
+    shares = where.double().mean(1)
+    assert shares.mean() == pytest.approx(0.2, abs=0.03) and shares.std() == pytest.approx(0.2 * 0.7555, abs=0.03)
+    edges = {size: 0 for size in range(1, 5)}
+    for picked in where:
+        runs = [len(list(g)) for is_picked, g in itertools.groupby(picked.tolist()) if is_picked]
+        edges[math.gcd(*runs)] += 1
+    assert all(n > 20 for n in edges.values())
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2a", "2b"])
+def test_stages_train_what_they_say(stage, tmp_path, task):
+    main = [*task, f"--stage={stage}", f"--out_dir={tmp_path}/a", "--max_iters=3", "--eval_interval=3"]
+    trainer, _ = train.set_up(*train.parse(main, train.Options)[:2], train.Options())
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.step()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    late = {name for name in before if name.startswith(("body.blocks.1.", "body.ln_f.", "body.lm_head"))}
+    assert moved == {"0": set(before), "1": late, "2a": set(before) - late, "2b": set(before)}[stage]
+    trainer.save("best.pt")
+    assert set(load(f"{tmp_path}/a/best.pt")["model"]) == set(before)
+
+
+# ---------------------------------------------------------------- decoding
+
+
+def log_of(p):
+    return (torch.tensor(p, dtype=torch.float64)).log()
+
+
+class Oracle:
+    """Knows the answer: every source says the token of the target, whatever it sees."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __call__(self, y, src, tgt, positions=None, allowed=None):
+        right = torch.tensor([self.answer[t] if t < len(self.answer) else 0 for t in tgt.tolist()])
+        return F.one_hot(right, V).double().mul(0.9).add(0.1 / V).log()
+
+
+@pytest.mark.parametrize("N, length", [*itertools.product([0, 1, 2, 4, 8], [1, 4, 5, 16, 30])])
+def test_calls_of_an_oracle(N, length):
+    """ceil(T / k_f) + N, where T counts EOS; the draft counts as the first iteration."""
+    answer = [EOS, 1, 2, *[i % 5 for i in range(length - 1)], EOS]
+    decoder = Decoder(Oracle(answer), EOS, max_len=100, N=N)
+    assert decode(decoder, answer[:3]) == answer
+    assert decoder.calls == math.ceil(length / 4) + N
+    without_end = [*answer[:-1], 1]
+    decoder = Decoder(Oracle(without_end), EOS, max_len=len(answer), N=N)
+    assert decode(decoder, answer[:3]) == without_end
+
+
+@pytest.mark.parametrize("N, block", [*itertools.product([0, 1, 3], [1, 2, 5, 64])])
+def test_next_token_alone_is_greedy_decoding(N, block):
+    model, prompt = weighty(), [EOS, 1, 2]
+    for length in (4, 15):
+        greedy = list(prompt)
+        while len(greedy) < length and EOS not in greedy[3:]:
+            m = len(greedy) - 1
+            greedy.append(model.log_p(torch.tensor(greedy), torch.tensor([m]), torch.tensor([m + 1])).argmax().item())
+        decoder = Decoder(model.log_p, EOS, max_len=length, k_f=1, backward=False, N=N, block=block)
+        assert decode(decoder, prompt) == greedy
+
+
+class Noisy:
+    """Says something else in each call, for each pair."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, y, src, tgt, positions=None, allowed=None):
+        return torch.randn(len(src), V, generator=self.generator, dtype=torch.float64).mul(2).log_softmax(-1)
+
+
+@pytest.mark.parametrize("verifier, seed", [*itertools.product([False, True], range(5))])
+def test_what_is_fixed_stays_and_nothing_follows_eos(verifier, seed):
+    """Even of a source of nonsense: and it ends, since after 8 iterations without progress (and N more) a token is fixed."""
+    seen, prompt = [([EOS, 1], 2)], [EOS, 1]
+
+    def watch(y, s):
+        before, fixed = seen[-1]
+        assert s >= fixed and y[:fixed] == before[:fixed] and s <= len(y)
+        assert EOS not in y[2:-1]
+        seen.append((list(y), s))
+
+    generator = torch.Generator().manual_seed(seed)
+    decoder = Decoder(Noisy(seed), EOS, max_len=20, N=3, verifier=verifier, generator=generator, block=6)
+    y = decode(decoder, prompt, watch)
+    assert y == seen[-1][0][: seen[-1][1]] and (y[-1] == EOS or len(y) == 20)
+    patience = 8 + (0 if verifier else 3)
+    fixed = [s for _, s in seen]
+    longest = max(len(list(group)) for _, group in itertools.groupby(fixed))
+    assert longest <= patience
+    if not verifier:
+        torch.manual_seed(1)
+        again = Decoder(Noisy(seed), EOS, max_len=20, N=3, block=6)
+        assert decode(again, prompt) == y
+
+
+def test_patience():
+    """A source that never says the same twice in a row moves one token each 8 + N iterations."""
+    calls = itertools.count()
+
+    def flipping(y, src, tgt, *more):
+        return F.one_hot(torch.full_like(tgt, next(calls) % 2), V).double().mul(5).log_softmax(-1)
+
+    decoder = Decoder(flipping, EOS, max_len=5, N=2, k_f=1)
+    decode(decoder, [EOS, 1])
+    assert decoder.calls == 3 * 10
+
+
+def test_weights_of_offsets():
+    d = torch.tensor([1, 2, 0, -1, -2, -3, -8])
+    wanted = [1, math.exp(-8), math.exp(-2 / 8), math.exp(-1 / 8), 1, math.exp(-1 / 8), math.exp(-6 / 8)]
+    assert torch.allclose(weight(d), torch.tensor(wanted, dtype=torch.float64), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- candidates and verification
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_candidates_are_the_best_fills(seed):
+    """Against all V^3 fills, cut behind their EOS, in the order of their product; gamma 1, 1, 1.1: one old token, two new."""
+    log_pi = (
+        torch.randn(3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).log_softmax(-1)
+    )
+    gamma = [1.0, 1.0, 1.1]
+    fills = {}
+    for fill in itertools.product(range(4), repeat=3):
+        name = tuple(upto_end(list(fill), 3))
+        score = sum(log_pi[i, x].item() / g for i, (x, g) in enumerate(zip(fill, gamma)))
+        fills[name] = max(score, fills.get(name, -math.inf))
+    wanted = sorted(fills, key=fills.get, reverse=True)
+    tokens, _, found = candidates(log_pi, 1, 1000, 3)
+    found = [tuple(tokens[i] for i in path) for path in found]
+    assert found == wanted
+    nodes = {name[: i + 1] for name in wanted for i in range(len(name))}
+    assert len(tokens) == len(nodes)
+    few, _, best = candidates(log_pi, 1, 9, 3)
+    assert len(few) <= 9 and [tuple(few[i] for i in path) for path in best] == wanted[: len(best)]
+
+
+def test_verification_is_that_of_a_plain_loop():
+    """The best fill and the votes, each fill by itself in a line, one source at a time."""
+    model, y, P, s = weighty(), [EOS, 1, 2, 3, 0, 4, 1], 2, 4
+    decoder = Decoder(model.log_p, EOS, max_len=20, k_f=3, k_b=2, verifier=True, block=2)
+    log_pi = torch.randn(6, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64).mul(2).log_softmax(-1)
+    best, c = verify(decoder, y, P, s, log_pi)
+    assert decoder.calls == 1
+    tokens, _, fills = candidates(log_pi, 3, 8, EOS)
+    assert len(fills) > 1
+    scores = []
+    for path in fills:
+        line = y[:s] + [tokens[i] for i in path]
+        v, votes = [], []
+        for t in range(s, len(line)):
+            said = {}
+            for d in range(-2, 4):
+                if P - 1 <= t - d < len(line):
+                    log_p = model.log_p(torch.tensor(line), torch.tensor([t - d]), torch.tensor([t]))[0]
+                    said[d] = log_p[line[t]].item(), -(log_p.exp() * log_p).sum().item()
+            near = {d: 1.0 if d == 1 else math.exp(-abs(d + 2)) for d in said if d <= 1}
+            far = {d: math.exp(d - 1) for d in said if d > 1}
+            score = sum(w * said[d][0] for d, w in near.items()) / sum(near.values())
+            if far:
+                score += max(0.0, said[1][0] - sum(w * said[d][0] for d, w in far.items()) / sum(far.values()))
+            v.append(score)
+            passed = [math.exp(said[d][0]) > min(0.2, math.sqrt(0.2) * math.exp(-said[d][1])) for d in near]
+            votes.append(sum(passed) / 4)
+        scores.append((sum(v) / len(v), line[s:], votes))
+    _, line, votes = max(scores)
+    assert best == line and c.tolist() == pytest.approx(votes)
+
+
+def test_no_contrast_without_far_predictions():
+    said, there = log_of([[0.5]]), torch.ones(1, 1, dtype=torch.bool)
+    assert verification(said, there, torch.tensor([1])).tolist() == pytest.approx([math.log(0.5)])
+
+
+def test_confidence_counts(monkeypatch):
+    """A source that was hardly accepted weighs half of one that is fixed (1 + 0 against 1 + 1)."""
+    import coral
+
+    asked = []
+    predict = coral.predict
+    monkeypatch.setattr(coral, "predict", lambda *a: asked.append(a[-1]) or predict(*a))
+    votes = iter([torch.tensor([1.0, 0.4, 0.6, 0.0])])
+    monkeypatch.setattr(coral, "verify", lambda d, y, P, s, pi: ([1] * len(pi), next(votes, torch.zeros(len(pi)))))
+    monkeypatch.setattr(torch, "rand", lambda n, generator: torch.full((n,), 0.5))
+    decode(Decoder(Noisy(0), EOS, max_len=8, verifier=True), [EOS, 1])
+    assert asked[0].tolist() == [2, 2]
+    assert asked[1].tolist() == pytest.approx([2, 2, 2, 1.4, 1.4, 1.0])  # of four new tokens, the first was accepted
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def test_carries_are_those_of_integers():
+    columns, digits = tasks.carry(200, np.random.default_rng(0))
+    for row, answer in zip(columns, digits):
+        value = sum(int(x) * 10**i for i, x in enumerate(reversed(row)))
+        assert f"{value:025d}" == "".join(map(str, answer))
+    assert np.mean(columns == 9) == pytest.approx(tasks.P_NINE, abs=0.03)
+    assert columns.min() == 0 and columns.max() == 18
+
+
+@pytest.mark.parametrize("name", tasks.PROMPT)
+def test_tasks_are_documents_of_one_length(name):
+    texts = tasks.documents(name, 50, 3)
+    assert texts == tasks.documents(name, 50, 3) != tasks.documents(name, 50, 4)
+    assert {len(text) + 1 for text in texts} == {tasks.LENGTH[name]}
+    if name == "reverse":
+        assert all(text[64:] == text[:64][::-1] for text in texts)
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.fixture(scope="session")
+def task_data(tmp_path_factory):
+    """A small `carry` data set."""
+    import prepare_data
+
+    folder = tmp_path_factory.mktemp("tasks")
+    texts = {"train": 400, "val": 40, "test": 20}
+    with pytest.MonkeyPatch.context() as patch:
+        splits = {split: tasks.documents("carry", n, i) for i, (split, n) in enumerate(texts.items())}
+        patch.setitem(prepare_data.SOURCES, "carry", lambda options, state: iter([(splits, None)]))
+        prepare_data.main(["carry", f"--data_dir={folder}"])
+    return folder
+
+
+@pytest.fixture
+def task(task_data):
+    """The arguments of a run of seconds."""
+    small = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=8", "--warmup_iters=1", "--eval_sequences=16"]
+    often = ["--log_interval=5", "--eval_interval=6", "--max_iters=6"]
+    return ["configs/coral_carry.py", *small, *often, f"--data_dir={task_data}"]
+
+
+def test_stages_follow_each_other_and_go_on(command, task, tmp_path, monkeypatch):
+    """Interrupted in any stage and called again: bit for bit what an uninterrupted call gives."""
+    code, out, err = command("coral.py", *task, f"--out_dir={tmp_path}/a")
+    assert code == 0, err
+    whole = load(tmp_path / "a/2b/ckpt.pt")
+    assert whole["iter"] == 6 and whole["config"]["learning_rate"] == 1e-3
+    assert load(tmp_path / "a/1/ckpt.pt")["config"]["learning_rate"] == pytest.approx(5e-3)
+    frozen, before = load(tmp_path / "a/1/best.pt")["model"], load(tmp_path / "a/0/best.pt")["model"]
+    assert torch.equal(frozen["body.wte.weight"], before["body.wte.weight"])
+    step, stopped = train.Trainer.step, set()
+
+    def interrupted(self):
+        self.stop = self.iter == 3 and self.config.stage not in stopped
+        stopped.update({self.config.stage} if self.stop else ())
+        return step(self)
+
+    monkeypatch.setattr(train.Trainer, "step", interrupted)
+    for stage in STAGES:
+        command("coral.py", *task, f"--out_dir={tmp_path}/b")
+        assert load(tmp_path / f"b/{stage}/ckpt.pt")["iter"] == 4
+    command("coral.py", *task, f"--out_dir={tmp_path}/b")
+    again = load(tmp_path / "b/2b/ckpt.pt")["model"]
+    assert all(torch.equal(again[name], whole["model"][name]) for name in again)
+    code, out, _ = command("coral.py", *task, f"--out_dir={tmp_path}/b")
+    assert code == 0 and out.count("is finished") == 4
+
+
+@pytest.fixture(scope="session")
+def finished(task_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coral")
+    small = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=8", "--warmup_iters=1", "--eval_sequences=16"]
+    often = ["--log_interval=5", "--eval_interval=6", "--max_iters=6"]
+    coral_runs.main(["configs/coral_carry.py", *small, *often, f"--data_dir={task_data}", f"--out_dir={folder}/run"])
+    return folder / "run"
+
+
+def test_ways_to_decode_are_counted(command, finished, task, tmp_path):
+    args = [*task, f"--out_dir={finished}", f"--results={tmp_path}"]
+    code, out, err = command("coral.py", *args, "--evaluate", "--n=3")
+    assert code == 0, err
+    result = json.loads((tmp_path / "coral_carry/s1337.json").read_text())
+    ways = {way["way"]: way for way in result["ways"]}
+    plain = ways["next token"]
+    assert plain["calls"] == plain["tokens"] and plain["n"] == 3
+    assert ways["without verifier, N = 0"]["calls"] < plain["calls"]
+    code, out, _ = command("coral.py", *args, "--table")
+    assert "74.1% at 39.7/s" in out and "without multi-forward" in out
+    code, out, err = command("coral.py", *args, "--offsets")
+    assert code == 0, err
+    offsets = json.loads((tmp_path / "coral_carry/offsets_s1337.json").read_text())["offsets"]
+    assert set(map(int, offsets)) == set(range(-12, 7))
+
+
+def test_a_draft_can_be_watched(command, finished):
+    code, out, err = command("coral.py", finished, "--text=599A05999A01999A059A0199", "--iterations=1")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert all("|" in line for line in lines[:-2]) and "calls" in lines[-1]
+    code, out, _ = command("coral.py", finished, "--text=599A05999A01999A059A0199", "--verifier", "--max_new_tokens=5")
+    assert code == 0 and ("without an end" in out or "#" in out)
+
+
+def test_a_gpt_is_decoded_token_by_token(command, trained):
+    code, out, err = command("coral.py", trained, "--text=The 1", "--max_new_tokens=6")
+    assert code == 0 and "model of the next token" in err and "(6 tokens in 6 calls" in out
+    model, _, _ = open_run(str(trained), {})
+    prompt = torch.tensor([[*b"The 1"]])
+    known = torch.zeros(1, 11, dtype=torch.bool)
+    forced = torch.arange(11)[None] < 5
+    greedy = model.generate(F.pad(prompt, (0, 6)), known, lambda logits: logits.argmax(-1), forced=forced)
+    assert bytes(x for x in greedy[0].tolist() if x < 256).decode("utf-8", "replace") in out
+
+
+def test_coral_is_a_model_of_the_next_token_too(command, finished, task):
+    """evaluate.py and sample.py take a stage like any run, in the modes that GPT has."""
+    code, out, err = command("evaluate.py", finished / "2b")
+    assert code == 0 and "unconditional" in out, err
+    code, out, err = command("sample.py", finished / "2b", "--prompt=599A05999A01999A059A0199", "--max_new_tokens=3")
+    assert code == 0, err
+
+
+def test_bad_input(expect_refusal, finished, trained, task, tmp_path):
+    expect_refusal(["k_f = 5", "4 tokens ahead"], "coral.py", finished, "--text=123", "--k_f=5")
+    expect_refusal(["block = 0"], "coral.py", finished, "--text=123", "--block=0")
+    expect_refusal(["--text is empty"], "coral.py", finished, "--text=")
+    expect_refusal(["shorten it"], "coral.py", finished, f"--text={'1' * 60}")
+    expect_refusal(["name one config file"], "coral.py")
+    expect_refusal(["no config file with method = 'coral'"], "coral.py", "configs/tiny.py")
+    expect_refusal(["no questions"], "coral.py", "configs/coral_sotu.py", "--evaluate")
+    expect_refusal(["no results"], "coral.py", "configs/coral_carry.py", "--table", f"--results={tmp_path}")
+    expect_refusal(["the next token only"], "coral.py", trained, "--offsets")
+    expect_refusal(["prompt_length = 50", "lower it"], "train.py", *task, "--prompt_length=50")
+    expect_refusal(["is not there"], "train.py", *task, f"--init_from={tmp_path}/none", f"--out_dir={tmp_path}/x")
+    other = ["--n_embd=16", f"--out_dir={tmp_path}/x"]
+    expect_refusal(["n_embd = 32, not 16"], "train.py", *task, *other, f"--init_from={finished}/0")
+
+
+def test_a_window_wider_behind_is_allowed(command, finished):
+    code, _, err = command("coral.py", finished, "--text=12", "--k_b=20", "--max_new_tokens=4")
+    assert code == 0, err
+
+
+def test_a_prompt_of_one_token(command, finished):
+    code, _, err = command("coral.py", finished, "--text=1", "--max_new_tokens=4")
+    assert code == 0, err
+
+
+def test_a_run_can_start_from_another(command, task, trained, small, tmp_path):
+    """Its weights, and for a head of its own the embedding; the first loss is that of the other run."""
+    args = [
+        *small,
+        "--method=coral",
+        "--law=prompt",
+        "--prompt_length=0",
+        "--r_max=0",
+        "--learning_rate=0",
+        "--max_iters=1",
+    ]
+    code, _, err = command("train.py", *args, f"--init_from={trained}", f"--out_dir={tmp_path}/x")
+    assert code == 0, err
+    ours, theirs = load(tmp_path / "x/ckpt.pt")["model"], load(Path(trained) / "best.pt")["model"]
+    assert torch.equal(ours["body.lm_head"], theirs["body.wte.weight"])
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
