@@ -12,6 +12,7 @@ import pickle
 import platform
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -158,15 +159,27 @@ def load_weights(model, state):
 
 
 def start_from(model, config):
-    """Begin with the weights of another run of the same size, config.init_from. A head of its own begins as an embedding that is both."""
+    """Begin with the weights of another run of the same size, config.init_from. COrAL may begin as a GPT, its head as the embedding."""
     state = load(Path(config.init_from) / "best.pt")
-    weights = state["model"]
-    for name in ("tokenizer", "n_layer", "n_head", "n_embd"):
-        then, now = state["config"].get(name, getattr(Config, name)), getattr(config, name)
-        if then != now:
-            raise UserError(f"init_from = {config.init_from} has {name} = {then}, not {now}: they have to be the same")
-    if "body.lm_head" in own_weights(model):
-        weights.setdefault("body.lm_head", weights["body.wte.weight"])
+    then = {**asdict(Config()), **state["config"], "vocab_size": state["vocab_size"]}
+    now = {**asdict(config), "vocab_size": model.body.vocab_size}
+    if now["method"] == "coral" and then["method"] in ("gpt", "ac_gpt"):
+        then["method"], state["model"]["body.lm_head"] = "coral", state["model"].get("body.wte.weight")
+    for name in (
+        "method",
+        "tokenizer",
+        "vocab_size",
+        "llm",
+        "lora_rank",
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "sigma_positions",
+    ):
+        if then[name] != now[name]:
+            raise UserError(
+                f"init_from = {config.init_from} has {name} = {then[name]}, not {now[name]}: name another run"
+            )
     load_weights(model, state)
 
 

@@ -167,5 +167,6 @@ def draw_evaluation_set(chunks, config):
     chosen = torch.randperm(len(chunks), generator=generator)[:n]
     tokens = torch.tensor(chunks[chosen.numpy()].astype("int64"))
     # Each law has a generator of its own, so that a new law leaves the questions of the old ones as they are.
-    cond = {name: law(config, n, torch.Generator().manual_seed(config.eval_seed)) for name, law in LAWS.items()}
+    laws = {mode.law for mode in modes_with(config.law).values() if mode.law}
+    cond = {name: LAWS[name](config, n, torch.Generator().manual_seed(config.eval_seed)) for name in sorted(laws)}
     return EvaluationSet(tokens, cond)

@@ -63,7 +63,7 @@ class Config:
     prompt_length: int = key(0, "law = 'prompt': known tokens at the start", low=0, fixed="run")
     # coral.py
     stage: str = key("0", "coral: what is trained", choices=("0", "1", "2a", "2b"), fixed="run")
-    k_f: int = key(4, "coral: how far ahead it predicts", low=1, fixed="run")
+    k_f: int = key(4, "coral: how far ahead it predicts", low=1, high=64, fixed="run")
     k_b: int = key(8, "coral: how far behind it reconstructs", low=0, fixed="run")
     granularity: int = key(4, "coral: tokens of a patch to be spoilt", low=1, fixed="run")
     ratio: float = key(0.25, "coral: share of patches that are spoilt", low=0, high=1, fixed="run")
@@ -130,6 +130,12 @@ class Config:
             raise UserError(
                 f"prompt_length = {self.prompt_length} leaves nothing of block_size = {self.block_size}: lower it"
             )
+        if self.method == "coral" and (self.law != "prompt" or self.r_max > 0):
+            raise UserError(
+                f"method = 'coral' knows a prompt alone: give law = 'prompt' and r_max = 0, not {self.law!r}, {self.r_max}"
+            )
+        if self.method == "coral" and self.compile:
+            raise UserError("compile = True does nothing for method = 'coral': leave it out")
         if self.n_embd % (2 * self.n_head):
             raise UserError(
                 f"n_embd = {self.n_embd} does not split into {self.n_head} heads of even width: "

@@ -15,6 +15,7 @@ then prediction, verification and acceptance (Section 3). Decoding is for one se
 import heapq
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -138,7 +139,7 @@ class Coral(GPT):
         return fast.SummedNLL.apply(self.body.head, self.body.head_weight, hidden, labels, ones) / len(labels)
 
     def training_loss(self, tokens, cond, generator=None):
-        """(L_forward + L_backward) / 2, each a mean over its pairs, times the number of tokens in the response."""
+        """(L_forward + L_backward) / 2, each a mean over its pairs in these sequences, times the number of tokens in the response."""
         clean, response = self.slots(tokens), F.pad(~cond, (1, 0))
         if self.stage == "0":
             return self.mean_nll(clean, clean, response, [1]) * response.sum(), response.sum()
@@ -159,7 +160,7 @@ class Coral(GPT):
         """For decoding: y (L,), src, tgt (n,) -> (n, V) log p(. at tgt | what src sees), in float64 on the CPU."""
         more = [None if x is None else self.moved(x[None]) for x in (positions, allowed)]
         hidden = self.pairs(y[None], src[None], tgt[None], *more)[0]
-        return self.body.head(hidden)[:, : self.body.vocab_size].double().log_softmax(-1).cpu()
+        return self.body.head(hidden)[:, : self.body.vocab_size].cpu().double().log_softmax(-1)
 
 
 # ---------------------------------------------------------------- prediction (paper, Section 3, Eq. 7)
@@ -169,7 +170,7 @@ class Coral(GPT):
 class Decoder:
     """How to decode. `log_p` is Coral.log_p or has its form; without `backward` a draft is refined from its left side alone."""
 
-    log_p: object
+    log_p: Callable
     eos: int
     max_len: int  # with the prompt
     k_f: int = 4
@@ -179,7 +180,7 @@ class Decoder:
     block: int = 64  # b
     verifier: bool = False
     epsilon: float = 0.2
-    patience: int = 8  # iterations without progress after which one token is accepted as it is
+    patience: int = 8  # iterations without progress (N more, without verifier) after which one token is fixed as it is
     generator: torch.Generator | None = None  # of acceptance
     calls: int = field(default=0, init=False)
 
@@ -194,7 +195,8 @@ class Decoder:
 
 def weight(d):
     """lambda(d) of Eq. 7, not in the paper; the code's. The next token counts far more than those after it, reconstructions most."""
-    return torch.where(d > 0, (-8.0 * (d - 1)).exp(), (-(d + 2).abs() / 8.0).exp()).double()
+    d = d.double()
+    return torch.where(d > 0, (-8 * (d - 1)).exp(), (-(d + 2).abs() / 8).exp())
 
 
 def predict(decoder, y, P, s, e, confidence):
@@ -223,8 +225,7 @@ def candidates(log_pi, n_old, budget, eos):
     would only weigh them down.) Changing a fill at its last changed position or later, by one rank, gives each fill once.
     """
     gamma = torch.tensor([1.0] * (n_old + 1) + [1.0 + 0.1 * i for i in range(1, len(log_pi))])[: len(log_pi), None]
-    scores, ids = (log_pi / gamma.clamp(max=1.3)).topk(min(16, log_pi.size(1)), -1)
-    scores, ids = scores.tolist(), ids.tolist()
+    scores, ids = (x.tolist() for x in (log_pi / gamma.clamp(max=1.3)).sort(-1, descending=True))
     nodes, tokens, parents, fills = {}, [], [], []
     queue = [(-sum(row[0] for row in scores), (0,) * len(ids), 0)]
     while queue:
@@ -234,14 +235,13 @@ def candidates(log_pi, n_old, budget, eos):
             name = tuple(fill[: i + 1])
             path.append(nodes.get(name, len(tokens) + len(new)))
             new += [(name, path[i - 1] if i else -1)] * (name not in nodes)
-        if len(tokens) + len(new) > budget and fills:
+        if len(tokens) + len(new) > budget:
             break
         for name, parent in new:
             nodes[name] = len(tokens)
             tokens.append(name[-1])
             parents.append(parent)
-        if path not in fills:
-            fills.append(path)
+        fills.append(path)
         for i in range(changed, len(fill)):  # behind its end there is nothing to change
             if ranks[i] + 1 < len(ids[i]):
                 step = scores[i][ranks[i]] - scores[i][ranks[i] + 1]
@@ -263,39 +263,38 @@ def tree(y, tokens, parents):
 
 
 def verify(decoder, y, P, s, log_pi):
-    """Score all candidates for y[s:] in one pass -> the best of them (a list of tokens), and c, the acceptance of each (Eq. 10)."""
+    """Score all candidates for y[s:] in one pass -> the best of them, a list of tokens, and the acceptance of each token."""
     tokens, parents, fills = candidates(log_pi, len(y) - s, 4 * decoder.block, decoder.eos)
     slots, positions, allowed = tree(y[:s], tokens, parents)
-    offsets, e = decoder.offsets, s + len(log_pi) - 1
-    src = torch.arange(max(P - 1, s - decoder.k_f), len(slots))
-    src, d = torch.cartesian_prod(src, torch.arange(len(offsets))).unbind(1)
+    offsets = decoder.offsets
+    src, d = torch.cartesian_prod(
+        torch.arange(max(P - 1, s - decoder.k_f), len(slots)), torch.arange(len(offsets))
+    ).unbind(1)
     tgt = positions[src] + offsets[d]
-    inside = (tgt >= s) & (tgt <= e)
+    inside = (tgt >= s) & (tgt < s + len(log_pi))
     src, d, tgt = src[inside], d[inside], tgt[inside]
     log_p = decoder.ask(slots, src, tgt, positions, allowed)
-    entropy = -(log_p.exp() * log_p).nan_to_num(0.0).sum(1)
-    index = torch.full((len(slots), len(offsets)), -1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    index = torch.full((len(slots), len(offsets)), -1)  # which row of log_p a slot and an offset have
     index[src, d] = torch.arange(len(src))
-    best, score = None, -math.inf
-    for fill in fills:
-        path = torch.cat([torch.arange(s), torch.tensor(fill) + s])  # slot of each position
-        places = torch.arange(s, len(path))
-        m = places[:, None] - offsets  # (n, offsets): who says something of each position
+
+    def heard(fill):
+        """Of each token of a fill (n, offsets): its log p by each source, the entropy of that, and is there one?"""
+        path = torch.cat([torch.arange(s), torch.tensor(fill) + s])  # the slot of each position
+        m = torch.arange(s, len(path))[:, None] - offsets
         there = (m >= P - 1) & (m < len(path))
-        pair = index[path[m.clamp(0, len(path) - 1)], torch.arange(len(offsets))]
-        said = log_p[pair, slots[path[s:]][:, None]].masked_fill(~there, 0.0)
-        v = verification(said, there, offsets)
-        if v.mean() > score:
-            passes = said.exp() > (math.sqrt(decoder.epsilon) * (-entropy[pair]).exp()).clamp(max=decoder.epsilon)
-            votes = (passes & there & (offsets <= 1)).sum(1)
-            best, score, c = slots[path[s:]].tolist(), v.mean(), votes / (offsets <= 1).sum()
-    return best, c
+        row = index[path[m.clamp(0, len(path) - 1)], torch.arange(len(offsets))]
+        said = log_p[row, slots[path[s:]][:, None]]
+        return said.masked_fill(~there, 0.0), entropy[row], there
+
+    best = max(fills, key=lambda fill: verification(*heard(fill)[::2], offsets).mean().item())
+    return [tokens[i] for i in best], acceptance(*heard(best), offsets, decoder.epsilon)
 
 
 def verification(said, there, offsets):
     """v + v_CD (Eq. 8 and 9) of each token: said (n, offsets) = log p(y_t) by each source, where there is one.
 
-    v is a mean over the next-token prediction and the reconstructions, v_CD what that prediction is better than those from further
+    v is a mean over the next-token prediction and the reconstructions, v_CD by what that prediction is better than those from further
     away. Their weights are the code's: lambda' grows with the offset, but not as 1 / lambda, which would overflow.
     """
 
@@ -305,8 +304,17 @@ def verification(said, there, offsets):
 
     near = torch.where(offsets == 1, 1.0, (-(offsets + 2).abs().double()).exp()) * (offsets <= 1)
     far = (offsets - 1.0).double().exp() * (offsets >= 2)
-    contrast = (said[:, offsets == 1][:, 0] - mean(far)).clamp(min=0)
-    return mean(near) + torch.where((there & (offsets >= 2)).any(1), contrast, 0.0)
+    return mean(near) + (said[:, offsets == 1][:, 0] - mean(far)).clamp(min=0)  # no far ones: their mean is 0, this too
+
+
+def acceptance(said, entropy, there, offsets, epsilon):
+    """c of each token (Eq. 10): of its next-token prediction and its reconstructions, the share that finds it likely enough.
+
+    (It prints epsilon exp(-H), whose minimum with epsilon is void; sqrt is the form of the rule that it cites, and the code's.)
+    """
+    near = offsets <= 1
+    likely = said.exp() > (math.sqrt(epsilon) * (-entropy).exp()).clamp(max=epsilon)
+    return (likely & there & near).sum(1) / near.sum()
 
 
 # ---------------------------------------------------------------- sliding blockwise decoding (Algorithm 1)

@@ -6,6 +6,7 @@ The method itself is in coral.py, the loop of training in train.py.
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -13,15 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import coral
 import train
-from checkpoint import find_run, git_commit, machine_name, restore
+from checkpoint import MACHINE, find_run, git_commit, load, machine_name, restore
 from config import UserError, key, load_config, parse, read_config_file, whole_file
 from coral import STAGES, Coral, Decoder, TargetAware, corrupt, decode, pairs_of
 from evaluate import batches, evaluation_set
-from prepare_data import encode, get_tokenizer, prepare_if_missing, read_chunks, read_meta
+from prepare_data import encode, get_tokenizer, read_chunks
 
 RATES = {
     "0": 1,
@@ -29,22 +31,26 @@ RATES = {
     "2a": 1,
     "2b": 1,
 }  # learning rates, relative to the config's (CORAL paper, Appendix D: 5 : 1 : 1)
-PAPER = {  # GSM8K, Table 1 and Section 4.3: accuracy in percent, tokens per second
-    "next token, before COrAL": (77.0, None),
-    "next token": (74.1, 39.7),
-    "COrAL": (75.3, 43.4),
-    "without verifier": (72.4, 156.8),
-    "without multi-forward": (78.7, 14.9),
+PAPER = {  # GSM8K, Table 1 and Section 4.3
+    "next token, before COrAL": "77.0%",
+    "next token": "74.1% at 39.7/s",
+    "COrAL": "75.3% at 43.4/s",
+    "without verifier": "72.4% at 156.8/s",
+    "without multi-forward": "78.7% at 14.9/s",
 }
+
+
+ASKED = ("n", "split", "block")  # options that change what --evaluate finds
 
 
 @dataclass
 class Options:
-    evaluate: bool = key(False, "answers of the test set, right or wrong, by each way to decode; a JSON in --results")
-    offsets: bool = key(False, "loss and accuracy of each offset")
+    evaluate: bool = key(False, "answers of a task, right or wrong, by each way to decode; a JSON in --results")
+    offsets: bool = key(False, "loss and accuracy of each offset; a JSON in --results")
     table: bool = key(False, "print what --evaluate found for all seeds in --results")
     text: str | None = key(None, "a text to be continued, or of a task a prompt; shown while it is refined")
     n: int = key(300, "--evaluate: how many questions", low=1)
+    split: str = key("test", "--evaluate: whose questions", choices=("val", "test"))
     iterations: int = key(
         4, "--text, without verifier: N, how many more iterations a token has to stay as it is", low=0
     )
@@ -61,44 +67,51 @@ class Options:
 
 def train_stages(path, given, options):
     """Stage after stage, each a run of its own in <out_dir>/<stage>, which starts from the one before."""
-    base, before = load_config([path], given), None
-    rest = {name: value for name, value in given.items() if name not in ("out_dir", "stage", "learning_rate")}
-    keys = [f"--{name}={value}" for name, value in rest.items()]
-    for stage in STAGES:
-        if stage == "2a" and options.skip_2a:
-            continue
-        folder = Path(base.out_dir) / stage
-        state = folder / "ckpt.pt"
-        if state.exists() and not options.overwrite and find_run(folder, {}, "ckpt.pt")[1]["iter"] >= base.max_iters:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            "the stages run one after another in one process; for several, torchrun train.py with --stage, --init_from"
+        )
+    base, before = load_config([path], given), "scratch"
+    stages = [stage for stage in STAGES if not (stage == "2a" and options.skip_2a)]
+    folders = [Path(base.out_dir) / stage for stage in stages]
+    if options.overwrite:
+        for file in (file for folder in folders for file in folder.glob("*.pt")):
+            file.unlink()
+    for stage, folder in zip(stages, folders):
+        rate = base.learning_rate * RATES[stage]
+        keys = {**given, "stage": stage, "out_dir": str(folder), "learning_rate": rate}
+        done, how = 0, ["--overwrite", f"--init_from={before}"]  # there may be a best.pt, where a kill left no ckpt.pt
+        if (folder / "ckpt.pt").exists():
+            _, state = find_run(path, keys, "ckpt.pt", to_resume=True)
+            if (begun := state["config"]["init_from"]) != before:
+                raise UserError(f"{folder} started from {begun}, not {before}: --overwrite, or give another --out_dir")
+            done, how = state["iter"], ["--resume"]
+        if done >= base.max_iters:
             print(f"{folder} is finished")
-        else:
-            own = [f"--stage={stage}", f"--out_dir={folder}", f"--learning_rate={base.learning_rate * RATES[stage]}"]
-            there = state.exists() and not options.overwrite
-            how = ["--resume"] * there + ["--overwrite"] * options.overwrite
-            how += [f"--init_from={before}"] if before and not there else []
-            if train.main([path, *keys, *own, *how]).stop:
-                return
-        before = folder
+        elif train.main([path, *(f"--{name}={value}" for name, value in keys.items()), *how]).stop:
+            return
+        before = str(folder)
 
 
 # ---------------------------------------------------------------- runs
 
 
-def open_for_decoding(place, given, stage="2b"):
-    """A config file or a folder -> (Coral, its config, state). Of COrAL its last stage; a GPT becomes a Coral of stage 0."""
-    folder = Path(load_config([place], given).out_dir) if place.endswith(".py") else Path(place)
-    folder = folder / stage if (folder / stage).is_dir() else folder
-    config, state = find_run(str(folder), {name: value for name, value in given.items() if name != "out_dir"})
-    trained = state["config"].get("k_f", config.k_f)
-    if config.k_f > trained:
-        raise UserError(
-            f"k_f = {config.k_f}: {folder} is trained to predict {trained} tokens ahead, and further it knows nothing: lower it"
-        )
-    model = restore(config, state)
-    if isinstance(model, Coral):
-        return model, config, state
+def open_for_decoding(path, given, stage=None):
+    """A stage, by default the last, of a config file or a folder -> (Coral, its config, state). A GPT becomes a Coral of stage 0."""
+    if "stage" in given:
+        raise UserError(f"stage = {given['stage']!r} is for training: leave it out, or name the folder of that stage")
+    base = Path(load_config([path], given).out_dir if path.endswith(".py") else path)
+    there = [base / name for name in reversed(STAGES) if (base / name / "best.pt").exists()]
+    folder = str(base / stage if stage else there[0] if there else base)
+    config, state = find_run(path if path.endswith(".py") else folder, {**given, "out_dir": folder})
+    if config.method == "coral":
+        if config.k_f > state["config"]["k_f"]:
+            trained = f"{folder} is trained to predict {state['config']['k_f']} tokens ahead, and knows nothing beyond"
+            raise UserError(f"k_f = {config.k_f}: {trained}: lower it")
+        return restore(config, state), config, state
     if config.llm or config.method not in ("gpt", "ac_gpt"):
-        raise UserError(f"{folder} was trained by method = {config.method!r}: name a run of coral, or of gpt")
+        raise UserError(f"{folder} has method = {config.method!r}, llm = {config.llm}: name a run of coral, or of gpt")
+    model = restore(config, state)
     body = TargetAware(model.body.vocab_size, config.n_layer, config.n_head, config.n_embd)
     body.load_state_dict({**model.body.state_dict(), "lm_head": model.body.wte.weight})
     return Coral(body.to(config.device).eval(), model.bos, stage="0"), config, state
@@ -144,40 +157,59 @@ def answer(decoder, rows, P):
             "seconds": time.perf_counter() - start}  # fmt: skip
 
 
-def evaluate(path, given, options, split="test"):
-    """Answer n questions of a task in every way; write results/<config>/s<seed>.json."""
-    config = load_config([path], given)
-    prepare_if_missing(config)
-    rows = torch.from_numpy(read_chunks(config, split)[: options.n].astype("int64"))
-    end = read_meta(config)["separator"]
-    if not (config.prompt_length and (rows[:, -1] == end).all() and (rows == end).sum() == len(rows)):
-        raise UserError(
-            f"{path} asks no questions: --evaluate is for documents of block_size - 1 tokens, like configs/coral_carry.py"
-        )
-    found, models = [], {}
+def evaluate(path, given, options):
+    """Answer n questions of a task in every way, and write down what came out."""
+    models = {stage: open_for_decoding(path, given, stage) for stage in ("0", "2b")}
+    model, config, state = models["2b"]
+    if load(Path(config.out_dir) / "ckpt.pt")["iter"] < config.max_iters:
+        raise UserError(f"{config.out_dir} is not finished: python coral.py {path} goes on with it")
+    rows = torch.from_numpy(read_chunks(config, options.split)[: options.n].astype("int64"))
+    if (rows[:, -1] != model.bos).any() or (rows == model.bos).sum() > len(rows) or not config.prompt_length:
+        what = "--evaluate is for documents of block_size - 1 tokens behind prompts of prompt_length"
+        raise UserError(f"{path} asks no questions: {what}, like configs/coral_carry.py")
+    found = []
     for name, stage, how in ways():
-        if stage not in models:
-            models[stage] = open_for_decoding(path, given, stage)
-        model, run, state = models[stage]
+        model, run, _ = models[stage]
         decoder = decoder_of(model, run, block=options.block, **how)
         found.append({"way": name, **how, **answer(decoder, model.slots(rows), 1 + run.prompt_length)})
         one = found[-1]
         print(f"{name:42}{one['right'] / one['n']:8.1%}{one['tokens'] / one['calls']:8.2f} tokens a call", flush=True)
-    result = {"config": asdict(run), "trained_by": state.get("commit"), "scored_by": git_commit(), "split": split,
-              "machine": machine_name(run), "block": options.block, "ways": found}  # fmt: skip
-    folder = Path(options.results) / Path(path).stem
-    with whole_file(folder / f"s{config.seed}.json", "w") as file:
-        json.dump(result, file, indent=1)
+
+    about = {name: getattr(options, name) for name in ASKED}
+    write(path, given, options, "s", config, state, {**about, "ways": found})
 
 
-def table(path, options):
+def name_of(kind, seed, given, options):
+    """The name of a result: all that was asked for on the command line is in it."""
+    asked = {name: value for name, value in given.items() if name not in (*MACHINE, "seed", "out_dir", "data_dir")}
+    asked |= {name: getattr(options, name) for name in ASKED if getattr(options, name) != getattr(Options, name)}
+    return f"{kind}{seed}" + "".join(f"_{name}{value}" for name, value in asked.items()) + ".json"
+
+
+def write(path, given, options, kind, config, state, found):
+    """A JSON in results/<config>/."""
+    made = {
+        "trained_by": state.get("commit"),
+        "scored_by": git_commit(),
+        "machine": machine_name(config),
+        "iter": state["iter"],
+    }
+    with whole_file(Path(options.results) / Path(path).stem / name_of(kind, config.seed, given, options), "w") as file:
+        json.dump({"config": asdict(config), **made, **found}, file, indent=1)
+
+
+def table(path, given, options):
     """The ways to decode, mean and standard deviation over seeds, with the paper's figures beside."""
     folder = Path(options.results) / Path(path).stem
-    runs = [json.loads(file.read_text()) for file in sorted(folder.glob("s*.json"))]
-    if not runs:
-        raise UserError(f"{folder} has no results: python coral.py {path} --evaluate")
-    rows = {}
-    for run in runs:
+    rest = name_of("", "", given, options)
+    files = [file for file in sorted(folder.glob("s*.json")) if file.name[1:].removesuffix(rest).isdigit()]
+    if not files:
+        raise UserError(f"{folder} has no results of these settings (s*{rest}): python coral.py {path} --evaluate")
+    runs, rows = [json.loads(file.read_text()) for file in files], {}
+    for file, run in zip(files, runs):
+        apart = [name for name in run["config"] if run["config"][name] != runs[0]["config"].get(name)]
+        if apart := set(apart) - {"seed", "out_dir", "init_from", "data_dir", *MACHINE}:
+            raise UserError(f"{file} has another {min(apart)} than {files[0]}: move it away")
         for way in run["ways"]:
             figures = (100 * way["right"] / way["n"], way["tokens"] / way["calls"], way["tokens"] / way["seconds"])
             rows.setdefault(way["way"], []).append(figures)
@@ -187,14 +219,15 @@ def table(path, options):
         return f"{statistics.mean(values):.{digits}f}{spread}"
 
     lines = [f"{'':42}{'right, %':>16}{'tokens a call':>18}{'tokens/s':>16}   GSM8K in the paper"]
+    paper = dict(PAPER)
     for name, found in rows.items():
         right, calls, speed = zip(*found)
-        theirs = PAPER.get(name.partition(", N")[0])
-        paper = "" if theirs is None else f"{theirs[0]}%" + (f" at {theirs[1]}/s" if theirs[1] else "")
-        lines.append(f"{name:42}{cell(right, 1):>16}{cell(calls, 2):>18}{cell(speed, 0):>16}   {paper}")
-    way = runs[0]["ways"][0]
-    about = f"{Path(path).stem}, {runs[0]['split']}: {way['n']} questions, seeds {[r['config']['seed'] for r in runs]}"
-    return "\n".join([about, "", *lines])
+        theirs = paper.pop(name.partition(", N")[0], "")  # it does not say for which N
+        lines.append(f"{name:42}{cell(right, 1):>16}{cell(calls, 2):>18}{cell(speed, 0):>16}   {theirs}".rstrip())
+    about = (
+        f"{Path(path).stem}, {runs[0]['split']}: {runs[0]['n']} questions, seeds {[r['config']['seed'] for r in runs]}"
+    )
+    return "\n".join([about, runs[0]["machine"], "", *lines])
 
 
 # ---------------------------------------------------------------- offsets
@@ -203,19 +236,19 @@ def table(path, options):
 @torch.no_grad()
 def offset_losses(model, config, questions, offsets):
     """{offset: (loss in nats, share of right first guesses, pairs)}: ahead on clean text, behind in spoilt patches."""
-    cond = questions.cond[config.law]
     found = {}
     for d in offsets:
         nll = right = n = 0
-        for i, (x, c) in enumerate(batches(config, questions.tokens, cond)):
-            clean, response = model.slots(x), torch.nn.functional.pad(~c, (1, 0))
+        for i, (x, c) in enumerate(batches(config, questions.tokens, questions.cond[config.law])):
+            clean, response = model.slots(x), F.pad(~c, (1, 0))
             spoilt, where = corrupt(clean, response, generator=torch.Generator().manual_seed(i), **model.noise)
             src, tgt, real = pairs_of(response if d > 0 else where, [d])
-            logits = model.body.head(model.pairs(clean if d > 0 else spoilt, src, tgt)[model.moved(real)]).double()
-            labels = model.moved(clean.gather(1, tgt)[real])
-            nll += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            hidden = model.pairs(clean if d > 0 else spoilt, src, tgt)[model.moved(real)]
+            logits, labels = model.body.head(hidden).cpu().double(), clean.gather(1, tgt)[real]
+            nll += F.cross_entropy(logits, labels, reduction="sum").item()
             right, n = right + (logits.argmax(-1) == labels).sum().item(), n + len(labels)
-        found[d] = (nll / n, right / n, n)
+        if n:  # none may be so far apart
+            found[d] = (nll / n, right / n, n)
     return found
 
 
@@ -223,15 +256,13 @@ def print_offsets(path, given, options):
     model, config, state = open_for_decoding(path, given)
     if model.stage == "0":
         raise UserError(f"{config.out_dir} knows the next token only: train the later stages first")
-    found = offset_losses(model, config, evaluation_set(config, "val"), range(-config.k_b - 4, config.k_f + 3))
+    k_f, k_b = (state["config"][name] for name in ("k_f", "k_b"))
+    found = offset_losses(model, config, evaluation_set(config, "val"), range(-k_b - 4, k_f + 3))
     print("offset   bits   right   (beyond what is trained: in brackets)")
     for d, (loss, right, _) in found.items():
-        outside = not -config.k_b <= d <= config.k_f
-        print(f"{f'({d:+d})' if outside else f'{d:+d} ':>6}{loss / math.log(2):8.3f}{right:8.1%}")
-    result = {"config": asdict(config), "trained_by": state.get("commit"), "scored_by": git_commit(),
-              "offsets": {d: dict(zip(("loss", "right", "pairs"), values)) for d, values in found.items()}}  # fmt: skip
-    with whole_file(Path(options.results) / Path(path).stem / f"offsets_s{config.seed}.json", "w") as file:
-        json.dump(result, file, indent=1)
+        print(f"{f'{d:+d} ' if -k_b <= d <= k_f else f'({d:+d})':>6}{loss / math.log(2):8.3f}{right:8.1%}")
+    found = {d: dict(zip(("loss", "right", "pairs"), values)) for d, values in found.items()}
+    write(path, given, options, "offsets_s", config, state, {"offsets": found})
 
 
 # ---------------------------------------------------------------- watching it
@@ -255,16 +286,15 @@ def show_refinement(path, given, options):
     decoder, before, P = decoder_of(model, config, **how), list(prompt), len(prompt)
 
     def text(ids):
-        return tokenizer.decode(ids).replace("\n", "\\n").replace("<|endoftext|>", "#")
+        return tokenizer.decode(ids).replace("\n", "\\n")
 
     def watch(y, s):
         nonlocal before
-        changed = [before[t : t + 1] not in ([], y[t : t + 1]) for t in range(len(y))]
+        changed = [t < len(before) and before[t] != x for t, x in enumerate(y)]
 
         def part(a, b):
-            runs = itertools.groupby(range(a, b), lambda t: changed[t])
-            texts = ((text([y[t] for t in run]), marked) for marked, run in runs)
-            return "".join(f"[{x}]" if marked else x for x, marked in texts)
+            runs = ((marked, [*run]) for marked, run in itertools.groupby(range(a, b), lambda t: changed[t]))
+            return "".join(text([y[t] for t in run]).join("[]" if marked else ("", "")) for marked, run in runs)
 
         start = max(P, s - 40)
         print(f"{decoder.calls:4}  {'..' * (start > P)}{part(start, s)}|{part(s, len(y))}", flush=True)
@@ -282,12 +312,14 @@ def main(argv):
     path = paths[0]
     if options.text is not None:
         return show_refinement(path, given, options)
+    if not path.endswith(".py"):
+        raise UserError(f"{path}: only --text takes a folder; give a config file, like configs/coral_carry.py")
     if options.offsets:
         return print_offsets(path, given, options)
+    if options.evaluate:
+        evaluate(path, given, options)
     if options.evaluate or options.table:
-        if options.evaluate:
-            evaluate(path, given, options)
-        return print(table(path, options))
-    if not path.endswith(".py") or read_config_file(path).get("method") != "coral":
-        raise UserError(f"{path} is no config file with method = 'coral': give one like configs/coral_carry.py")
+        return print(table(path, given, options))
+    if read_config_file(path).get("method") != "coral":
+        raise UserError(f"{path} has no method = 'coral': give a config like configs/coral_carry.py")
     train_stages(path, given, options)

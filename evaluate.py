@@ -40,9 +40,9 @@ def evaluation_set(config, split):
     if config.law not in LAWS:
         raise UserError(f"law = {config.law!r} is unknown: choose from {', '.join(LAWS)}")
     chunks = read_chunks(config, split)
-    names = ("block_size", "eval_sequences", "eval_seed", "r_min", "r_max", "b_min", "b_max")
-    laws = [*LAWS, file_sha256(conditioning.__file__)]  # a changed law asks other questions
-    asked = json.dumps([read_meta(config)["sha256"][split], laws, *(getattr(config, name) for name in names)])
+    names = ("block_size", "eval_sequences", "eval_seed", "r_min", "r_max", "b_min", "b_max", "law", "prompt_length")
+    code = file_sha256(conditioning.__file__)  # a changed law asks other questions
+    asked = json.dumps([read_meta(config)["sha256"][split], code, *(getattr(config, name) for name in names)])
     path = config.data_folder / f"eval_{split}_{hashlib.sha256(asked.encode()).hexdigest()[:12]}.npz"
     if path.exists():
         try:

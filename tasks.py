@@ -7,7 +7,7 @@
         digits  0 6 0 0 0 0      most significant first: from left to right, 6 needs to know all of the columns up to A;
                                  from right to left, a digit and its column tell what was carried into the next one
 
-Each line is a document: a prompt of PROMPT tokens, the answer, and the separator, which ends it. This file knows no model.
+Each is a document: a prompt of PROMPT tokens, the answer, and the separator, which ends it. This file knows no model.
 """
 
 import numpy as np
@@ -15,7 +15,6 @@ import numpy as np
 SIGNS = "0123456789ABCDEFGHI"
 P_NINE = 0.7  # share of nines, which pass a carry on; fixed before any COrAL run, see README
 PROMPT = {"reverse": 64, "carry": 24}
-LENGTH = {"reverse": 64 + 64 + 1, "carry": 24 + 25 + 1}  # block_size: the separator counts
 
 
 def add_up(columns):
@@ -40,7 +39,7 @@ def reverse(n, rng):
 
 
 def documents(name, n, seed):
-    """n lines of a task, drawn from `seed`."""
+    """n documents of a task, drawn from `seed`."""
     task, signs = {"carry": (carry, SIGNS), "reverse": (reverse, "abcdefghijklmnopqrstuvwxyz")}[name]
     rows = np.concatenate(task(n, np.random.default_rng(seed)), 1)
     return ["".join(signs[i] for i in row) for row in rows]

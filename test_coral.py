@@ -3,6 +3,7 @@
 Models are tiny with large weights, in float64; a stub answers `log_p` where only the decoder is tested.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -17,21 +18,25 @@ import coral_runs
 import tasks
 import train
 from checkpoint import load, open_run
+from config import load_config, parse
 from coral import (
     STAGES,
     Coral,
     Decoder,
     TargetAware,
+    acceptance,
     candidates,
     corrupt,
     decode,
     pairs_of,
+    predict,
     tree,
     upto_end,
     verification,
     verify,
     weight,
 )
+from evaluate import evaluation_set
 from model import Transformer
 
 V, L, EOS = 6, 9, 5
@@ -126,6 +131,42 @@ def test_pairs_are_all_there_are():
         assert set(found) == wanted and len(found) == len(wanted)
 
 
+def test_unequal_prompts_are_spoilt_behind_them():
+    """A row of its own prompt each, the last with less than a patch to answer."""
+    slots = torch.arange(20).expand(400, -1)
+    response = slots >= torch.tensor([3, 6, 11, 17]).repeat(100)[:, None]
+    spoilt, where = corrupt(slots, response, 4, 0.3, torch.Generator().manual_seed(0))
+    assert where.any(1).all() and not (where & ~response).any()
+    assert torch.equal(spoilt[~where], slots[~where])
+    assert response.gather(1, spoilt)[where].all()  # a slot holds its place, so it tells where it was taken
+    assert (
+        (
+            (where.int().diff(dim=1) == 1).nonzero()[:, 1]
+            + 1
+            - (~response).sum(1)[(where.int().diff(dim=1) == 1).nonzero()[:, 0]]
+        )
+        .remainder(4)
+        .eq(0)
+        .all()
+    )
+
+
+def test_the_prompt_is_known(task):
+    """The first P tokens, and blocks of the rest where r_max allows; another P asks other questions."""
+    from conditioning import draw_cond
+
+    config = load_config(["configs/coral_carry.py"], {})
+    assert torch.equal(draw_cond(config, 5, torch.Generator()), (torch.arange(50) < 24).expand(5, -1))
+    config = dataclasses.replace(config, method="ac_gpt", r_max=0.6)
+    cond = draw_cond(config, 500, torch.Generator().manual_seed(0))
+    assert cond[:, :24].all() and 0.2 < cond[:, 24:].double().mean() < 0.4
+    paths, given, _ = parse(task)
+    config = load_config(paths, given)
+    other = dataclasses.replace(config, prompt_length=30)
+    assert evaluation_set(config, "val").cond["prompt"].sum(1).eq(24).all()
+    assert evaluation_set(other, "val").cond["prompt"].sum(1).eq(30).all()
+
+
 def test_forward_terms_are_k_f_times_the_response():
     response = torch.arange(20).expand(3, -1) >= 4
     assert pairs_of(response, range(1, 5))[2].sum() == 3 * 16 * 4
@@ -133,7 +174,7 @@ def test_forward_terms_are_k_f_times_the_response():
 
 def test_the_loss_is_that_of_a_plain_loop():
     model = weighty(granularity=2, ratio=0.5)
-    tokens, cond = random_slots(3, 8), torch.arange(8).expand(3, -1) < 3
+    tokens, cond = random_slots(3, 8), torch.arange(8) < torch.tensor([[1], [3], [5]])
     clean = model.slots(tokens)
     spoilt, where = corrupt(clean, F.pad(~cond, (1, 0)), 2, 0.5, torch.Generator().manual_seed(7))
 
@@ -256,6 +297,46 @@ def test_calls_of_an_oracle(N, length):
     assert decode(decoder, answer[:3]) == without_end
 
 
+@pytest.mark.parametrize("block", [1, 3, 5, 9])
+def test_calls_of_an_oracle_in_a_small_block(block):
+    """No more than b positions are open; each iteration fixes those that have been there for N more."""
+    answer, N, seen = [EOS, 1, *[2] * 29, EOS], 2, [(2, 2)]
+    decoder = Decoder(Oracle(answer), EOS, max_len=100, N=N, block=block)
+    assert decode(decoder, answer[:2], lambda y, s: seen.append((len(y), s))) == answer
+    ages, calls = [], 0  # the same by hand: a queue of open positions
+    done = 0
+    while done < 30:
+        calls += 1
+        ages = [a + 1 for a in ages] + [1] * min(4, block - len(ages), 30 - done - len(ages))
+        while ages and ages[0] > N:
+            done, ages = done + 1, ages[1:]
+    assert decoder.calls == calls
+    assert max(after - s for (_, s), (after, _) in itertools.pairwise(seen)) == min(block, 4 * (N + 1))
+
+
+def test_prediction_is_a_weighted_mean():
+    """Eq. 7 by a plain loop: all sources from the end of the prompt on, by lambda(d) and their confidence."""
+    y, P, s, e = [EOS, 1, 2, 3, 0, 4], 2, 4, 8
+    confidence = torch.rand(len(y), generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1
+    said = torch.randn(10, 10, V, generator=torch.Generator().manual_seed(2), dtype=torch.float64).log_softmax(-1)
+    decoder = Decoder(lambda y, src, tgt: said[src, tgt], EOS, max_len=20, k_f=3, k_b=2)
+    found = predict(decoder, y, P, s, e, confidence)
+    for t in range(s, e + 1):
+        total, weights = torch.zeros(V, dtype=torch.float64), 0.0
+        for m in range(P - 1, len(y)):
+            d = t - m
+            if -2 <= d <= 3:
+                w = (math.exp(-8 * (d - 1)) if d > 0 else math.exp(-abs(d + 2) / 8)) * confidence[m].item()
+                total, weights = total + w * said[m, t], weights + w
+        assert torch.allclose(found[t - s], (total / weights).log_softmax(-1))
+
+
+def test_far_offsets_have_a_weight():
+    """Alone, the prediction from 16 tokens away counts."""
+    decoder = Decoder(Oracle([EOS, 1, *[2] * 30, EOS]), EOS, max_len=40, k_f=16, N=0)
+    assert decode(decoder, [EOS, 1]) == [EOS, 1, *[2] * 30, EOS] and decoder.calls == 2
+
+
 @pytest.mark.parametrize("N, block", [*itertools.product([0, 1, 3], [1, 2, 5, 64])])
 def test_next_token_alone_is_greedy_decoding(N, block):
     model, prompt = weighty(), [EOS, 1, 2]
@@ -265,7 +346,7 @@ def test_next_token_alone_is_greedy_decoding(N, block):
             m = len(greedy) - 1
             greedy.append(model.log_p(torch.tensor(greedy), torch.tensor([m]), torch.tensor([m + 1])).argmax().item())
         decoder = Decoder(model.log_p, EOS, max_len=length, k_f=1, backward=False, N=N, block=block)
-        assert decode(decoder, prompt) == greedy
+        assert decode(decoder, prompt) == greedy and len(greedy) == length
 
 
 class Noisy:
@@ -315,6 +396,15 @@ def test_patience():
     assert decoder.calls == 3 * 10
 
 
+def test_patience_with_a_verifier():
+    """Where no token ever gets a vote, one is accepted each 8 iterations of two calls."""
+    flat = Decoder(
+        lambda y, src, tgt, *more: torch.full((len(src), 40), -math.log(40)).double(), 39, max_len=6, verifier=True
+    )
+    flat.epsilon = 1.0  # nothing is likelier than the threshold exp(-H)
+    assert len(decode(flat, [39, 1])) == 6 and flat.calls == 2 * 8 * 4
+
+
 def test_weights_of_offsets():
     d = torch.tensor([1, 2, 0, -1, -2, -3, -8])
     wanted = [1, math.exp(-8), math.exp(-2 / 8), math.exp(-1 / 8), 1, math.exp(-1 / 8), math.exp(-6 / 8)]
@@ -346,35 +436,56 @@ def test_candidates_are_the_best_fills(seed):
     assert len(few) <= 9 and [tuple(few[i] for i in path) for path in best] == wanted[: len(best)]
 
 
-def test_verification_is_that_of_a_plain_loop():
-    """The best fill and the votes, each fill by itself in a line, one source at a time."""
+def plain_verification(said):
+    """v + v_CD of one token, from {offset: log p}."""
+    near = {d: 1.0 if d == 1 else math.exp(-abs(d + 2)) for d in said if d <= 1}
+    far = {d: math.exp(d - 1) for d in said if d > 1}
+    score = sum(w * said[d] for d, w in near.items()) / sum(near.values())
+    if far:
+        score += max(0.0, said[1] - sum(w * said[d] for d, w in far.items()) / sum(far.values()))
+    return score
+
+
+def test_scores_and_votes_are_those_of_a_plain_loop():
+    generator = torch.Generator().manual_seed(5)
+    offsets, n = torch.tensor([*range(-4, 4)]), 200
+    said, entropy = -3 * torch.rand(2, n, 8, generator=generator, dtype=torch.float64)
+    entropy, there = -entropy, torch.rand(n, 8, generator=generator) < 0.7
+    there[:, offsets == 1] = True
+    said = said.masked_fill(~there, 0.0)
+    scores, votes = verification(said, there, offsets), acceptance(said, entropy, there, offsets, 0.2)
+    for i in range(n):
+        heard = {d: said[i, j].item() for j, d in enumerate(offsets.tolist()) if there[i, j]}
+        assert scores[i].item() == pytest.approx(plain_verification(heard))
+        limits = {d: min(0.2, math.sqrt(0.2) * math.exp(-entropy[i, d + 4])) for d in heard}
+        assert votes[i].item() == pytest.approx(sum(math.exp(heard[d]) > limits[d] for d in heard if d <= 1) / 6)
+    assert len(set(votes.tolist())) > 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_verified_fill_is_that_of_a_plain_loop(seed):
+    """The best fill and its votes, each fill by itself in a line, one source at a time."""
     model, y, P, s = weighty(), [EOS, 1, 2, 3, 0, 4, 1], 2, 4
-    decoder = Decoder(model.log_p, EOS, max_len=20, k_f=3, k_b=2, verifier=True, block=2)
-    log_pi = torch.randn(6, V, generator=torch.Generator().manual_seed(3), dtype=torch.float64).mul(2).log_softmax(-1)
+    decoder = Decoder(model.log_p, EOS, max_len=20, k_f=3, k_b=2, verifier=True, block=8)
+    log_pi = torch.randn(6, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(-1)
     best, c = verify(decoder, y, P, s, log_pi)
     assert decoder.calls == 1
-    tokens, _, fills = candidates(log_pi, 3, 8, EOS)
-    assert len(fills) > 1
-    scores = []
+    tokens, _, fills = candidates(log_pi, 3, 32, EOS)
+    assert len(fills) > 2
+    found = []
     for path in fills:
-        line = y[:s] + [tokens[i] for i in path]
-        v, votes = [], []
+        line, v, votes = y[:s] + [tokens[i] for i in path], [], []
         for t in range(s, len(line)):
-            said = {}
-            for d in range(-2, 4):
-                if P - 1 <= t - d < len(line):
-                    log_p = model.log_p(torch.tensor(line), torch.tensor([t - d]), torch.tensor([t]))[0]
-                    said[d] = log_p[line[t]].item(), -(log_p.exp() * log_p).sum().item()
-            near = {d: 1.0 if d == 1 else math.exp(-abs(d + 2)) for d in said if d <= 1}
-            far = {d: math.exp(d - 1) for d in said if d > 1}
-            score = sum(w * said[d][0] for d, w in near.items()) / sum(near.values())
-            if far:
-                score += max(0.0, said[1][0] - sum(w * said[d][0] for d, w in far.items()) / sum(far.values()))
-            v.append(score)
-            passed = [math.exp(said[d][0]) > min(0.2, math.sqrt(0.2) * math.exp(-said[d][1])) for d in near]
-            votes.append(sum(passed) / 4)
-        scores.append((sum(v) / len(v), line[s:], votes))
-    _, line, votes = max(scores)
+            sources = {d: t - d for d in range(-2, 4) if P - 1 <= t - d < len(line)}
+            log_p = {
+                d: model.log_p(torch.tensor(line), torch.tensor([m]), torch.tensor([t]))[0] for d, m in sources.items()
+            }
+            v.append(plain_verification({d: x[line[t]].item() for d, x in log_p.items()}))
+            entropy = {d: -(x.exp() * x).sum().item() for d, x in log_p.items()}
+            passed = [x[line[t]].exp() > min(0.2, 0.2**0.5 * math.exp(-entropy[d])) for d, x in log_p.items() if d <= 1]
+            votes.append(sum(passed).item() / 4)
+        found.append((sum(v) / len(v), line[s:], votes))
+    _, line, votes = max(found)
     assert best == line and c.tolist() == pytest.approx(votes)
 
 
@@ -412,9 +523,10 @@ def test_carries_are_those_of_integers():
 
 @pytest.mark.parametrize("name", tasks.PROMPT)
 def test_tasks_are_documents_of_one_length(name):
+    config = load_config([f"configs/coral_{name}.py"], {})
     texts = tasks.documents(name, 50, 3)
     assert texts == tasks.documents(name, 50, 3) != tasks.documents(name, 50, 4)
-    assert {len(text) + 1 for text in texts} == {tasks.LENGTH[name]}
+    assert {len(text) + 1 for text in texts} == {config.block_size} and config.prompt_length == tasks.PROMPT[name]
     if name == "reverse":
         assert all(text[64:] == text[:64][::-1] for text in texts)
 
@@ -469,6 +581,10 @@ def test_stages_follow_each_other_and_go_on(command, task, tmp_path, monkeypatch
     assert all(torch.equal(again[name], whole["model"][name]) for name in again)
     code, out, _ = command("coral.py", *task, f"--out_dir={tmp_path}/b")
     assert code == 0 and out.count("is finished") == 4
+    monkeypatch.setattr(train.Trainer, "step", interrupted)
+    stopped.clear()
+    command("coral.py", *task, f"--out_dir={tmp_path}/b", "--overwrite")
+    assert not (tmp_path / "b/2b/ckpt.pt").exists()  # nothing old stays behind what is new
 
 
 @pytest.fixture(scope="session")
@@ -484,16 +600,18 @@ def test_ways_to_decode_are_counted(command, finished, task, tmp_path):
     args = [*task, f"--out_dir={finished}", f"--results={tmp_path}"]
     code, out, err = command("coral.py", *args, "--evaluate", "--n=3")
     assert code == 0, err
-    result = json.loads((tmp_path / "coral_carry/s1337.json").read_text())
+    (file,) = (tmp_path / "coral_carry").glob("s1337_*_n3.json")
+    result = json.loads(file.read_text())
     ways = {way["way"]: way for way in result["ways"]}
     plain = ways["next token"]
     assert plain["calls"] == plain["tokens"] and plain["n"] == 3
     assert ways["without verifier, N = 0"]["calls"] < plain["calls"]
-    code, out, _ = command("coral.py", *args, "--table")
+    code, out, _ = command("coral.py", *args, "--table", "--n=3")
     assert "74.1% at 39.7/s" in out and "without multi-forward" in out
     code, out, err = command("coral.py", *args, "--offsets")
     assert code == 0, err
-    offsets = json.loads((tmp_path / "coral_carry/offsets_s1337.json").read_text())["offsets"]
+    (file,) = (tmp_path / "coral_carry").glob("offsets_s1337_*.json")
+    offsets = json.loads(file.read_text())["offsets"]
     assert set(map(int, offsets)) == set(range(-12, 7))
 
 
@@ -503,7 +621,15 @@ def test_a_draft_can_be_watched(command, finished):
     lines = out.splitlines()
     assert all("|" in line for line in lines[:-2]) and "calls" in lines[-1]
     code, out, _ = command("coral.py", finished, "--text=599A05999A01999A059A0199", "--verifier", "--max_new_tokens=5")
-    assert code == 0 and ("without an end" in out or "#" in out)
+    assert code == 0 and ("without an end" in out) == ("<|endoftext|>" not in out)
+
+
+def test_answers_without_an_end_are_counted():
+    answer_of = torch.tensor([[EOS, 1, 2, 3, EOS], [EOS, 1, 2, 3, 4]])
+    for row, wanted in zip(answer_of, ((1, 0), (0, 1))):
+        decoder = Decoder(Oracle(row.tolist()), EOS, max_len=5)
+        found = coral_runs.answer(decoder, answer_of[:1], 2)
+        assert (found["right"], found["unfinished"], found["tokens"], found["n"]) == (*wanted, 3, 1)
 
 
 def test_a_gpt_is_decoded_token_by_token(command, trained):
@@ -531,10 +657,27 @@ def test_bad_input(expect_refusal, finished, trained, task, tmp_path):
     expect_refusal(["--text is empty"], "coral.py", finished, "--text=")
     expect_refusal(["shorten it"], "coral.py", finished, f"--text={'1' * 60}")
     expect_refusal(["name one config file"], "coral.py")
-    expect_refusal(["no config file with method = 'coral'"], "coral.py", "configs/tiny.py")
-    expect_refusal(["no questions"], "coral.py", "configs/coral_sotu.py", "--evaluate")
+    expect_refusal(["no method = 'coral'"], "coral.py", "configs/tiny.py")
+    text = [*task, f"--out_dir={finished}", f"--results={tmp_path}"]
+    expect_refusal(["no questions"], "coral.py", *text, "--evaluate", "--prompt_length=0")
+    expect_refusal(["block_size = 50", "40"], "coral.py", *text, "--evaluate", "--block_size=40")
+    expect_refusal(["stage = '0'"], "coral.py", *text, "--evaluate", "--stage=0")
+    expect_refusal(["only --text takes a folder"], "coral.py", finished, "--evaluate")
+    expect_refusal(["not finished"], "coral.py", *text, "--evaluate", "--max_iters=9")
+    expect_refusal(["granularity = 2"], "coral.py", *text, "--granularity=2")
+    expect_refusal(["started from", "--overwrite"], "coral.py", *text, "--skip_2a")
+    expect_refusal(["law = 'prompt'", "r_max = 0"], "train.py", *task, "--r_max=0.5", f"--out_dir={tmp_path}/x")
+    expect_refusal(["compile"], "train.py", *task, "--compile", f"--out_dir={tmp_path}/x")
+    expect_refusal(
+        ["method = coral, not gpt"],
+        "train.py",
+        *task,
+        "--method=gpt",
+        f"--init_from={finished}/0",
+        f"--out_dir={tmp_path}/x",
+    )
     expect_refusal(["no results"], "coral.py", "configs/coral_carry.py", "--table", f"--results={tmp_path}")
-    expect_refusal(["the next token only"], "coral.py", trained, "--offsets")
+    expect_refusal(["the next token only"], "coral.py", *task, f"--out_dir={finished}/0", "--offsets")
     expect_refusal(["prompt_length = 50", "lower it"], "train.py", *task, "--prompt_length=50")
     expect_refusal(["is not there"], "train.py", *task, f"--init_from={tmp_path}/none", f"--out_dir={tmp_path}/x")
     other = ["--n_embd=16", f"--out_dir={tmp_path}/x"]
@@ -552,7 +695,7 @@ def test_a_prompt_of_one_token(command, finished):
 
 
 def test_a_run_can_start_from_another(command, task, trained, small, tmp_path):
-    """Its weights, and for a head of its own the embedding; the first loss is that of the other run."""
+    """Its weights, and for a head of its own the embedding."""
     args = [
         *small,
         "--method=coral",

@@ -15,7 +15,7 @@ import functools
 import math
 import os
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +255,7 @@ def set_up(paths, given, options, rank=0, world=1):
             raise UserError("--resume goes on with a run, --overwrite replaces it: give one of them")
         place = paths[0] if paths else config.out_dir
         model, config, state = checkpoint.open_run(place, given, "ckpt.pt", to_resume=True)
+        config = replace(config, init_from=state["config"]["init_from"])  # where it began
     if config.adapter:
         raise UserError("--adapter is for evaluate.py and sample.py: leave it out")
     if config.shard and world == 1:
