@@ -320,6 +320,7 @@ SHOWN = {  # rows of Figure 2: colours are the methods'
     ("gpt", ""): ("GPT", "tab:gray"),
     ("ac_gpt", ""): ("AC-GPT", "tab:green"),
     ("sigma_temporal", ""): ("sigma-GPT temporal", "tab:blue"),
+    ("sigma_temporal_query", ""): ("sigma-GPT temporal, 'query'", "tab:cyan"),
     ("sigma_random", "left to right"): ("sigma-GPT random, left to right", "tab:red"),
     ("sigma_random", "random order"): ("sigma-GPT random, random order", "tab:orange"),
     ("mlm", ""): ("MLM", "tab:purple"),
@@ -369,31 +370,33 @@ def figure_2(sources):
     from matplotlib.ticker import ScalarFormatter
 
     figure, panels = plt.subplots(len(sources), 3, figsize=(17, 4.2 * len(sources)), width_ratios=[2.2, 1, 1.3])
-    two = [("ac_gpt", ""), ("sigma_temporal", "")]
+    two = [("ac_gpt", ""), ("sigma_temporal", "")]  # over r_max
     for (name, (value, r_maxes)), (a, b, c) in zip(sources.items(), panels):
         middle = min(r_maxes, key=lambda r: abs(r - 0.6))
         for i, (row, (text, color)) in enumerate(SHOWN.items()):
             bars = [
-                (j + 0.14 * (i - 2.5), *v) for j, mode in enumerate(MODES) if (v := value(middle, row, mode, "first"))
+                (j + 0.12 * (i - 3), *v) for j, mode in enumerate(MODES) if (v := value(middle, row, mode, "first"))
             ]
             if bars:
                 x, y, error = zip(*bars)
-                a.bar(x, y, 0.14, yerr=error, color=color, label=text)
+                a.bar(x, y, 0.12, yerr=error, color=color, label=text)
         a.set(yscale="log", title=f"(a) {name}, r_max {middle:g}", ylabel="perplexity")
         a.set_xticks(range(len(MODES)), [title(mode).replace(" ", "\n", 1) for mode in MODES])
         for kind in ("major", "minor"):  # 20, not 2 x 10^1
             getattr(a.yaxis, f"set_{kind}_formatter")(ScalarFormatter())
         a.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-        for i, row in enumerate(two):
+        seeing = [row for row in (*two, ("sigma_temporal_query", "")) if value(middle, row, "training")]
+        for i, row in enumerate(seeing):
             for j, mode in enumerate(("training_no_future", "training")):
-                if v := value(middle, row, mode):
-                    b.bar(i + 0.4 * j - 0.2, v[0], 0.38, yerr=v[1], color=SHOWN[row][1], alpha=1 if j else 0.5)
-                    b.text(i + 0.4 * j - 0.2, v[0] + v[1], f"{v[0]:.2f}", ha="center", va="bottom", fontsize=8)
+                v = value(middle, row, mode)
+                b.bar(i + 0.4 * j - 0.2, v[0], 0.38, yerr=v[1], color=SHOWN[row][1], alpha=1 if j else 0.5)
+                b.text(i + 0.4 * j - 0.2, v[0] + v[1], f"{v[0]:.2f}", ha="center", va="bottom", fontsize=8)
+        for row in two:
             for mode, style in (("unconditional", "o:"), ("infilling", "s--"), ("training", "^-")):
                 points = [(r, v[0]) for r in r_maxes if (v := value(r, row, mode))]
                 if points:
                     c.plot(*zip(*points), style, color=SHOWN[row][1], label=f"{SHOWN[row][0]}, {title(mode)}")
-        b.set_xticks(range(2), [SHOWN[row][0].replace(" ", "\n") for row in two])
+        b.set_xticks(range(len(seeing)), [SHOWN[row][0].replace(" ", "\n") for row in seeing])
         b.set(title="(b) training distribution,\nwithout (pale) and with the future", ylabel="perplexity")
         c.set(title="(c) against r_max", xlabel="r_max", ylabel="perplexity")
         c.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
