@@ -6,6 +6,7 @@ figures are those of its seeds.
 
 import collections
 import csv
+import itertools
 import json
 import math
 import statistics
@@ -92,11 +93,15 @@ def read_results(folder, config, split):
     return dict(sorted(found.items()))
 
 
-def read_floors(folder, asked):
-    """{name: bits per byte} of the floors on this evaluation set; {} where there are none."""
+def read_floors(folder, r_max, asked):
+    """{name: bits per byte} of the floors on this evaluation set; {} where there are none, or only those of another r_max."""
     path = folder / FLOORS
+    if not path.exists():
+        return {}
     try:
-        found = json.loads(path.read_text()) if path.exists() else {"bits_per_byte": {}, "evaluation_set": asked}
+        found = json.loads(path.read_text())
+        if found["config"]["r_max"] != r_max:
+            return {}
         if found["evaluation_set"] == asked:
             return found["bits_per_byte"]
     except (ValueError, KeyError, TypeError):
@@ -276,9 +281,30 @@ def sample_table(folder, config, n):
     return lines_of(f"tokens restored, n = {n}", titles, [lines[order] for order in sorted(lines)])
 
 
-def print_table(path, config, split, folder):
+def sweep_table(found):
+    """Perplexities of all that was run at several r_max, {r_max: Rows}."""
+    modes, lines = ("unconditional", "infilling", "training"), []
+
+    def cell(rows, row, mode):
+        perplexities, theirs = [2**x for x in rows.bits(row, mode)], rows.in_paper(row, mode)
+        return mean_and_std(perplexities, 3) + (f" ({theirs:g})" if theirs else "") if perplexities else "-"
+
+    for row, mode in itertools.product(dict.fromkeys(row for rows in found.values() for row in rows.of), modes):
+        if sum(bool(rows.bits(row, mode)) for rows in found.values()) > 1:
+            lines.append((f"{label(row)}, {title(mode)}", [cell(rows, row, mode) for rows in found.values()]))
+    return lines_of("against r_max", (f"{r_max:g}" for r_max in found), lines)
+
+
+def print_table(path, config, split, folder, asked):
+    """All that there is to say at each r_max in `asked`, and what there is at several."""
     paper, about_paper = paper_figures(Path(path).stem)
-    for r_max, results in read_results(folder, config, split).items():
+    found = read_results(folder, config, split)
+    if not asked & set(found):
+        have = ",".join(f"{r_max:g}" for r_max in found)
+        raise UserError(f"{folder} holds no result at r_max {', '.join(map(str, sorted(asked)))}: give --r_max={have}")
+    for r_max, results in found.items():
+        if r_max not in asked:
+            continue
         runs = {r["path"]: r for r in results}.values()
         rows = Rows(results, r_max, paper)
         minutes = [r["minutes"] for r in runs if r["minutes"] is not None]
@@ -297,10 +323,12 @@ def print_table(path, config, split, folder):
         print(future_table(whole) + "\n")
         if split == "val":
             print(consistency_table(rows) + "\n")
-            if floors := read_floors(folder, results[0]["evaluation_set"]):
+            if floors := read_floors(folder, r_max, results[0]["evaluation_set"]):
                 print(
                     "floors, bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in floors.items()), "\n"
                 )
+    if len(found) > 1:
+        print(sweep_table({r_max: Rows(results, r_max, paper) for r_max, results in found.items()}) + "\n")
     print(LEGEND.format(paper=about_paper))
 
 

@@ -265,7 +265,7 @@ def main(argv):
     if not (options.table or options.plot):
         reproduce(path, given, options, folder)
     if options.table or not options.plot:
-        print_table(path, config, options.split, folder)
+        print_table(path, config, options.split, folder, {c.r_max for c in grid(path, given, options)})
     if options.plot:
         plot(path, config, options.split, folder)
 

@@ -256,6 +256,27 @@ def test_table_by_hand(finished, command, monkeypatch):
     assert "test: 8 sequences" in command("reproduce.py", "small.py", "--table", "--split=test")[1]
 
 
+def test_the_table_over_r_max(work, command, expect_refusal):
+    """What is there at several r_max has a line of its own; the other tables are of the r_max that is asked for."""
+    folder = work / "results" / "small"
+    result = json.loads((folder / "ac_gpt-r0.6-s1337.json").read_text())
+    result["config"]["r_max"] = 0.2
+    result["results"][0]["modes"]["infilling"]["perplexity"] = 12.5
+    (folder / "ac_gpt-r0.2-s1337.json").write_text(json.dumps(result))
+    code, out, err = command("reproduce.py", "small.py", "--table")
+    assert code == 0 and err == "" and out.count("small.py, val") == 1 and "r_max 0.6" in out
+    a, b = (
+        results_in(work)[f"ac_gpt-r0.6-s{s}"]["results"][0]["modes"]["infilling"]["perplexity"] for s in (1337, 1338)
+    )
+    sweep = out.split("against r_max")[1]
+    assert sweep.split()[:2] == ["0.2", "0.6"] and "gpt, uncond" not in sweep.replace("ac_gpt", "")
+    text = f"{(a + b) / 2:.3f} +- {abs(a - b) / math.sqrt(2):.3f} (17.1)"
+    assert cells(sweep, "ac_gpt, infilling")[0] == ["12.500 (17.2)", text]
+    out = command("reproduce.py", "small.py", "--table", "--r_max=0.2")[1]
+    assert out.count("small.py, val") == 1 and "r_max 0.2" in out and "12.500 (17.2)" in out.split("against")[0]
+    expect_refusal(["r_max 0.3", "--r_max=0.2,0.6"], "reproduce.py", "small.py", "--table", "--r_max=0.3")
+
+
 def test_resolved():
     """Means 1 and 2, variances 0.5 each, two seeds: the standard error of the difference is sqrt(0.5 / 2 * 2)."""
     a, b = [0.5, 1.5], [1.5, 2.5]
