@@ -13,7 +13,7 @@ Each is a document: a prompt of PROMPT tokens, the answer, and the separator, wh
 import numpy as np
 
 SIGNS = "0123456789ABCDEFGHI"
-P_NINE = 0.7  # share of nines, which pass a carry on; fixed before any COrAL run, see README
+P_NINE = 0.7  # share of nines, which pass a carry on; to be settled by next-token decoding alone, before any COrAL run
 PROMPT = {"reverse": 64, "carry": 24}
 
 
