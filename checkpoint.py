@@ -165,17 +165,8 @@ def start_from(model, config):
     now = {**asdict(config), "vocab_size": model.body.vocab_size}
     if now["method"] == "coral" and then["method"] in ("gpt", "ac_gpt"):
         then["method"], state["model"]["body.lm_head"] = "coral", state["model"].get("body.wte.weight")
-    for name in (
-        "method",
-        "tokenizer",
-        "vocab_size",
-        "llm",
-        "lora_rank",
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "sigma_positions",
-    ):
+    size = ("vocab_size", "n_layer", "n_head", "n_embd", "lora_rank")
+    for name in ("method", "sigma_positions", "tokenizer", "llm", *size):
         if then[name] != now[name]:
             raise UserError(
                 f"init_from = {config.init_from} has {name} = {then[name]}, not {now[name]}: name another run"

@@ -8,7 +8,6 @@ nothing of networks, tokenizers or files. To see it at work:
 Names: B sequences of T body tokens x_1..x_T; `cond` is (B, T) bool, True = known = in x_c; the rest is x_e.
 """
 
-import dataclasses
 import hashlib
 from dataclasses import dataclass
 
@@ -17,23 +16,22 @@ import torch
 # ---------------------------------------------------------------- the laws of x_c
 
 
-def draw_sizes(config, n, generator):
+def draw_sizes(config, n, generator, T):
     """|x_c| for n sequences: (n,) int64, uniform on r_min T .. r_max T, with at least one token left to predict."""
-    T = config.block_size
     low, high = (min(int(r * T + 1e-9), T - 1) for r in (config.r_min, config.r_max))  # 1e-9: 0.29 * 100 is 28.99..
     return torch.randint(low, high + 1, (n,), generator=generator)
 
 
-def training_law(config, n, generator):
-    """Blocks of known tokens in random places (paper, Section 3, steps 1 to 4). Returns cond (n, T) bool.
+def training_law(config, n, generator, T=None):
+    """Blocks of known tokens in random places (paper, Section 3, steps 1 to 4). Returns cond (n, T) bool, T = block_size unless given.
 
     Step 4 as a picture, for T = 9, |x_c| = 5, B = 2 blocks of sizes 3 and 2, so |x_e| = 4:
 
         B + |x_e| = 6 items, choose 2 of them   . # . . # .
         unroll the chosen ones to blocks        . ### . . ## .
     """
-    T = config.block_size
-    size = draw_sizes(config, n, generator)[:, None]
+    T = config.block_size if T is None else T
+    size = draw_sizes(config, n, generator, T)[:, None]
     b_max = T if config.b_max is None else config.b_max
     low, high = size.clamp(max=config.b_min), size.clamp(max=b_max)
     n_blocks = low + uniform_int(high - low + 1, (n, 1), generator)  # 0 where x_c is empty
@@ -55,7 +53,7 @@ def training_law(config, n, generator):
 def infilling_law(config, n, generator):
     """Two known boundaries around an unknown middle (paper, Section 4.1). Returns cond (n, T) bool."""
     T = config.block_size
-    size = draw_sizes(config, n, generator)
+    size = draw_sizes(config, n, generator, T)
     fraction = 0.2 + 0.6 * torch.rand(n, generator=generator, dtype=torch.float64)
     left = (fraction * size).round().long()
     column = torch.arange(T)
@@ -70,15 +68,12 @@ def uniform_int(bound, shape, generator):
 def prompt_law(config, n, generator):
     """The first `prompt_length` tokens are known, and blocks of the rest. Returns cond (n, T) bool."""
     P = config.prompt_length
-    rest = training_law(dataclasses.replace(config, block_size=config.block_size - P, prompt_length=0), n, generator)
+    rest = training_law(config, n, generator, config.block_size - P)
     return torch.cat([torch.ones(n, P, dtype=torch.bool), rest], 1)
 
 
-LAWS = {
-    "training": training_law,
-    "infilling": infilling_law,
-    "prompt": prompt_law,
-}  # yours: a function above, a name here
+# a law of your own: a function above, a name here
+LAWS = {"training": training_law, "infilling": infilling_law, "prompt": prompt_law}
 
 
 def draw_cond(config, n, generator):

@@ -84,23 +84,25 @@ def corrupt(tokens, response, granularity, ratio, generator, drawn=False):
     a granularity uniform on 1 .. granularity and a half-normal ratio of this mean (the authors' scripts).
     """
 
-    def random(n):
-        return torch.rand(len(tokens), n, generator=generator, dtype=torch.float64)
+    B, L = tokens.shape
+
+    def random(n=L):
+        return torch.rand(B, n, generator=generator, dtype=torch.float64)
 
     R = response.sum(1, keepdim=True)
-    start, place = response.size(1) - R, torch.arange(response.size(1))
+    start, place = L - R, torch.arange(L)
     size = (1 + (random(1) * granularity).long()) if drawn else torch.full_like(R, granularity)
-    share = torch.randn(len(tokens), 1, generator=generator).abs() * ratio * math.sqrt(math.pi / 2) if drawn else ratio
+    share = torch.randn(B, 1, generator=generator).abs() * ratio * math.sqrt(math.pi / 2) if drawn else ratio
     n = (R + size - 1) // size
     patch = (place - start).clamp(min=0) // size
-    keys = random(response.size(1)).masked_fill(place >= n, 2.0)  # of patch j in column j
+    keys = random().masked_fill(place >= n, 2.0)  # of patch j in column j
     picked = (keys < share) | (keys == keys.min(1, keepdim=True).values)
-    other = (random(response.size(1)) * (R // size).clamp(min=1)).long()  # a whole one
-    repeat = random(response.size(1)) < 0.5
+    other = (random() * (R // size).clamp(min=1)).long()  # a whole one
+    repeat = random() < 0.5
     picked, other, repeat = (x.gather(1, patch) for x in (picked, other, repeat))
     taken = torch.where(repeat, patch * size, other * size + (place - start) % size) + start
     picked &= response
-    return torch.where(picked, tokens.gather(1, taken.clamp(0, response.size(1) - 1)), tokens), picked
+    return torch.where(picked, tokens.gather(1, taken.clamp(0, L - 1)), tokens), picked
 
 
 class Coral(GPT):

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 import coral
 import train
-from checkpoint import MACHINE, find_run, git_commit, load, machine_name, restore
+from checkpoint import MACHINE, build, find_run, git_commit, load, machine_name, restore, start_from
 from config import UserError, key, load_config, parse, read_config_file, whole_file
-from coral import STAGES, Coral, Decoder, TargetAware, corrupt, decode, pairs_of
+from coral import STAGES, Decoder, corrupt, decode, pairs_of
 from evaluate import batches, evaluation_set
 from prepare_data import encode, get_tokenizer, read_chunks
 
@@ -111,10 +111,10 @@ def open_for_decoding(path, given, stage=None):
         return restore(config, state), config, state
     if config.llm or config.method not in ("gpt", "ac_gpt"):
         raise UserError(f"{folder} has method = {config.method!r}, llm = {config.llm}: name a run of coral, or of gpt")
-    model = restore(config, state)
-    body = TargetAware(model.body.vocab_size, config.n_layer, config.n_head, config.n_embd)
-    body.load_state_dict({**model.body.state_dict(), "lm_head": model.body.wte.weight})
-    return Coral(body.to(config.device).eval(), model.bos, stage="0"), config, state
+    begun = replace(config, method="coral", stage="0", law="prompt", r_max=0.0, compile=False, init_from=folder)
+    model = build(begun, state["vocab_size"], state["separator"])
+    start_from(model, begun)
+    return model.eval(), config, state
 
 
 def decoder_of(model, config, **how):

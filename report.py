@@ -302,11 +302,12 @@ def print_table(path, config, split, folder, asked):
     if not asked & set(found):
         have = ",".join(f"{r_max:g}" for r_max in found)
         raise UserError(f"{folder} holds no result at r_max {', '.join(map(str, sorted(asked)))}: give --r_max={have}")
-    for r_max, results in found.items():
+    at = {r_max: Rows(results, r_max, paper) for r_max, results in found.items()}
+    for r_max, rows in at.items():
         if r_max not in asked:
             continue
+        results = found[r_max]
         runs = {r["path"]: r for r in results}.values()
-        rows = Rows(results, r_max, paper)
         minutes = [r["minutes"] for r in runs if r["minutes"] is not None]
         made = [sorted({str(r[key]) for r in runs}) for key in ("trained_by", "scored_by", "machine")]
         print(
@@ -328,7 +329,7 @@ def print_table(path, config, split, folder, asked):
                     "floors, bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in floors.items()), "\n"
                 )
     if len(found) > 1:
-        print(sweep_table({r_max: Rows(results, r_max, paper) for r_max, results in found.items()}) + "\n")
+        print(sweep_table(at) + "\n")
     print(LEGEND.format(paper=about_paper))
 
 
