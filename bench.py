@@ -15,7 +15,6 @@ import io
 import multiprocessing
 import os
 import re
-import shutil
 import statistics
 import tempfile
 import time
@@ -295,7 +294,7 @@ def uncached_seconds(model, config, tokens, cond, rounds):
         with autocast(config):
             model.body.head(model.body(slots[0, :n], positions[0, :n], [(P, n)], slice(n - 1, n)))
 
-    depths = {P + t + 1: None for t in unknown[len(unknown) // 10 :: max(1, len(unknown) // 5)]}
+    depths = [P + t + 1 for t in unknown[len(unknown) // 10 :: max(1, len(unknown) // 5)]]
     seconds = take_turns(config, rounds, {n: functools.partial(job, n=n) for n in depths})
     return len(unknown) * statistics.mean(statistics.median(x) for x in seconds.values())
 
@@ -319,27 +318,22 @@ def sample(config, vocab, rounds):
 
 def data(config, vocab, rounds):
     """prepare_data.py's tokenising and writing, against tiktoken alone on all cores."""
-    folder = Path(tempfile.mkdtemp())
     options = prepare_data.Options()
     splits = next(prepare_data.sotu(options, None))[0]
     documents = [text for texts in splits.values() for text in texts]
     tokenizer = prepare_data.GPT2()
 
     def whole(i):
-        prepare_data.prepare(replace(config, dataset="sotu", tokenizer="gpt2", data_dir=str(folder / str(i))), options)
+        prepare_data.prepare(replace(config, dataset="sotu", tokenizer="gpt2", data_dir=f"{folder}/{i}"), options)
 
     jobs = {
         "tiktoken": lambda i: tokenizer.bpe.encode_ordinary_batch(documents, num_threads=os.cpu_count()),
         "ours": whole,
     }
-    with contextlib.redirect_stdout(io.StringIO()):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         seconds = take_turns(config, rounds, jobs)
-    shutil.rmtree(folder)
-    line(
-        "tiktoken.encode_ordinary_batch / prepare_data.py",
-        f"{ratio(seconds['tiktoken'], seconds['ours']):.2f}",
-        ">= 0.8",
-    )
+    share = ratio(seconds["tiktoken"], seconds["ours"])
+    line("tiktoken.encode_ordinary_batch / prepare_data.py", f"{share:.2f}", ">= 0.8")
 
 
 PARTS = {part.__name__: part for part in (train, memory, nll, sample, data)}

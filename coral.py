@@ -8,12 +8,12 @@
 A causal Transformer whose last layer is told which position to predict: from source m, any target mu = m - k_b .. m + k_f. An offset
 d = mu - m > 0 predicts, 1 being the next token; d <= 0 reconstructs a token that m has seen, as it should have been.
 
-Here slot 0 is BOS and slot i is x_i. P is the length of the prompt, BOS included. The order is the paper's: training (Section 2),
-then prediction, verification and acceptance (Section 3). Decoding is for one sequence and without a cache, as theirs.
+Here slot 0 is BOS and slot i is x_i. P is the length of the prompt, BOS included. From the bottom up: the layer (Section 2.3), the
+losses (2.2), then of Section 3 prediction, candidates, verification, acceptance, and Algorithm 1, which calls them. Decoding is for
+one sequence and without a cache, as theirs.
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class TargetAware(Transformer):
 
 
 def pairs_of(targets, offsets):
-    """All (m, mu) with mu in targets (B, L) bool and mu - m in offsets -> src, tgt (B, n), and which are no filling (B, n) bool."""
+    """All (m, mu) with mu in targets (B, L) bool and mu - m in offsets -> src, tgt (B, n), padded; real (B, n) bool: no padding."""
     b, tgt = targets.nonzero().unbind(1)
     src = tgt[:, None] - torch.tensor(list(offsets), device=tgt.device)
     inside = (src >= 0) & (src < targets.size(1))
@@ -77,13 +77,13 @@ def pairs_of(targets, offsets):
 
 
 def corrupt(tokens, response, granularity, ratio, generator, drawn=False):
-    """Spoil patches of the response, which is the end of each row: tokens, response (B, L) -> spoilt tokens, which (B, L) bool.
+    """Corrupt patches of the response, which is the end of each row: tokens, response (B, L) -> tokens, which are corrupt (B, L) bool.
 
     The response is cut into patches of `granularity` tokens; each is picked with probability `ratio`, one at least. A picked
     patch is overwritten, with a random one of this response or with its own first token over and over. drawn: for each row
-    a granularity uniform on 1 .. granularity and a half-normal ratio of this mean (the authors' scripts).
+    a granularity uniform on 1 .. granularity and a half-normal ratio of this mean (the authors' scripts). Where that leaves a patch as it
+    was, it counts as corrupt all the same.
     """
-
     B, L = tokens.shape
 
     def random(n=L):
@@ -93,13 +93,15 @@ def corrupt(tokens, response, granularity, ratio, generator, drawn=False):
     start, place = L - R, torch.arange(L)
     size = (1 + (random(1) * granularity).long()) if drawn else torch.full_like(R, granularity)
     share = torch.randn(B, 1, generator=generator).abs() * ratio * math.sqrt(math.pi / 2) if drawn else ratio
-    n = (R + size - 1) // size
-    patch = (place - start).clamp(min=0) // size
-    keys = random().masked_fill(place >= n, 2.0)  # of patch j in column j
+    n = (R + size - 1) // size  # patches of a row
+    patch = (place - start).clamp(
+        min=0
+    ) // size  # which one a token is in; of the next four tensors, column j is patch j
+    keys = random().masked_fill(place >= n, 2.0)
     picked = (keys < share) | (keys == keys.min(1, keepdim=True).values)
     other = (random() * (R // size).clamp(min=1)).long()  # a whole one
     repeat = random() < 0.5
-    picked, other, repeat = (x.gather(1, patch) for x in (picked, other, repeat))
+    picked, other, repeat = (x.gather(1, patch) for x in (picked, other, repeat))  # from patches to their tokens
     taken = torch.where(repeat, patch * size, other * size + (place - start) % size) + start
     picked &= response
     return torch.where(picked, tokens.gather(1, taken.clamp(0, L - 1)), tokens), picked
@@ -145,9 +147,9 @@ class Coral(GPT):
         clean, response = self.slots(tokens), F.pad(~cond, (1, 0))
         if self.stage == "0":
             return self.mean_nll(clean, clean, response, [1]) * response.sum(), response.sum()
-        spoilt, where = corrupt(clean, response, generator=generator, **self.noise)
+        corrupted, where = corrupt(clean, response, generator=generator, **self.noise)
         ahead = self.mean_nll(clean, clean, response, self.forward_offsets)
-        behind = self.mean_nll(spoilt, clean, where, self.backward_offsets)
+        behind = self.mean_nll(corrupted, clean, where, self.backward_offsets)
         return (ahead + behind) / 2 * response.sum(), response.sum()
 
     def hidden(self, tokens, cond, scored, generator=None):
@@ -182,7 +184,9 @@ class Decoder:
     block: int = 64  # b
     verifier: bool = False
     epsilon: float = 0.2
-    patience: int = 8  # iterations without progress (N more, without verifier) after which one token is fixed as it is
+    patience: int = (
+        8  # iterations without progress (N more, without verifier) after which one token is accepted as it is
+    )
     generator: torch.Generator | None = None  # of acceptance
     calls: int = field(default=0, init=False)
 
@@ -196,13 +200,15 @@ class Decoder:
 
 
 def weight(d):
-    """lambda(d) of Eq. 7, not in the paper; the code's. The next token counts far more than those after it, reconstructions most."""
+    """lambda(d) of Eq. 7, the code's, for the paper has none: 1 for the next token and for d = -2, less by e^-8 for each step ahead."""
     d = d.double()
     return torch.where(d > 0, (-8 * (d - 1)).exp(), (-(d + 2).abs() / 8).exp())
 
 
 def predict(decoder, y, P, s, e, confidence):
-    """log pi of positions s .. e (e - s + 1, V): the mean of all that sources m >= P - 1 say, by lambda(d) times their confidence."""
+    """log pi of positions s .. e (e - s + 1, V): the mean of what all sources m >= P - 1 say, by lambda(d) times the confidence in m, which
+    is 1 + the smallest acceptance up to there.
+    """
     tgt, d = torch.cartesian_prod(torch.arange(s, e + 1), decoder.offsets).unbind(1)
     there = (tgt - d >= P - 1) & (tgt - d < len(y))
     tgt, d = tgt[there], d[there]
@@ -216,25 +222,26 @@ def predict(decoder, y, P, s, e, confidence):
 
 
 def upto_end(ids, eos):
-    """A fill ends with its first EOS."""
+    """A candidate ends with its first EOS."""
     return ids[: ids.index(eos) + 1] if eos in ids else ids
 
 
 def candidates(log_pi, n_old, budget, eos):
-    """The best fills of a block, best first, as a trie -> token and parent of each node, and the nodes of each fill.
+    """The best candidates for a block, best first, as a trie -> token and parent of each node, and the nodes of each candidate.
 
-    Fills are ranked by the product of p^(1 / gamma), gamma = 1.1, 1.2, 1.3 for the second to fourth new token. (Eq. 11 prints p / gamma, which
-    would only weigh them down.) Changing a fill at its last changed position or later, by one rank, gives each fill once.
+    They are ranked by the product of p^(1 / gamma), gamma = 1.1, 1.2, 1.3 for the second to fourth new token. (Eq. 11 prints p / gamma,
+    which is one factor for all.) One that EOS cuts short keeps the likeliest tokens behind it in its rank. Changing a candidate at its
+    last changed position or later, by one rank, gives each of them once.
     """
     gamma = torch.tensor([1.0] * (n_old + 1) + [1.0 + 0.1 * i for i in range(1, len(log_pi))])[: len(log_pi), None]
-    scores, ids = (x.tolist() for x in (log_pi / gamma.clamp(max=1.3)).sort(-1, descending=True))
-    nodes, tokens, parents, fills = {}, [], [], []
+    scores, ids = (x.tolist() for x in (log_pi / gamma.clamp(max=1.3)).topk(min(budget, log_pi.size(1))))
+    nodes, tokens, parents, found = {}, [], [], []
     queue = [(-sum(row[0] for row in scores), (0,) * len(ids), 0)]
     while queue:
         cost, ranks, changed = heapq.heappop(queue)
-        fill, path, new = upto_end([row[r] for row, r in zip(ids, ranks)], eos), [], []
-        for i in range(len(fill)):
-            name = tuple(fill[: i + 1])
+        candidate, path, new = upto_end([row[r] for row, r in zip(ids, ranks)], eos), [], []
+        for i in range(len(candidate)):
+            name = tuple(candidate[: i + 1])
             path.append(nodes.get(name, len(tokens) + len(new)))
             new += [(name, path[i - 1] if i else -1)] * (name not in nodes)
         if len(tokens) + len(new) > budget:
@@ -243,35 +250,30 @@ def candidates(log_pi, n_old, budget, eos):
             nodes[name] = len(tokens)
             tokens.append(name[-1])
             parents.append(parent)
-        fills.append(path)
-        for i in range(changed, len(fill)):  # behind its end there is nothing to change
+        found.append(path)
+        for i in range(changed, len(candidate)):  # behind its end there is nothing to change
             if ranks[i] + 1 < len(ids[i]):
                 step = scores[i][ranks[i]] - scores[i][ranks[i] + 1]
                 heapq.heappush(queue, (cost + step, (*ranks[:i], ranks[i] + 1, *ranks[i + 1 :]), i))
-    return tokens, parents, fills
+    return tokens, parents, found
 
 
 def tree(y, tokens, parents):
-    """A fixed beginning and a trie behind it, for one pass: slots (L,), positions (L,), allowed (L, L): a node sees its ancestors."""
+    """What is accepted and a trie behind it, for one pass: slots (L,), positions (L,), allowed (L, L): a node sees its ancestors."""
     s, L = len(y), len(y) + len(tokens)
     positions, allowed = torch.arange(L), torch.ones(L, L, dtype=torch.bool).tril()
-    allowed[s:, s:] = False
-    for i, parent in enumerate(parents, s):
-        if parent >= 0:
-            allowed[i] |= allowed[parent + s]
+    for i, parent in enumerate(parents, s):  # the parent -1 is the last slot of y
+        allowed[i], positions[i] = allowed[s + parent], positions[s + parent] + 1
         allowed[i, i] = True
-        positions[i] = positions[parent + s] + 1 if parent >= 0 else s
     return torch.tensor([*y, *tokens]), positions, allowed
 
 
 def verify(decoder, y, P, s, log_pi):
     """Score all candidates for y[s:] in one pass -> the best of them, a list of tokens, and the acceptance of each token."""
-    tokens, parents, fills = candidates(log_pi, len(y) - s, 4 * decoder.block, decoder.eos)
+    tokens, parents, found = candidates(log_pi, len(y) - s, 4 * decoder.block, decoder.eos)
     slots, positions, allowed = tree(y[:s], tokens, parents)
-    offsets = decoder.offsets
-    src, d = torch.cartesian_prod(
-        torch.arange(max(P - 1, s - decoder.k_f), len(slots)), torch.arange(len(offsets))
-    ).unbind(1)
+    offsets, sources = decoder.offsets, torch.arange(max(P - 1, s - decoder.k_f), len(slots))
+    src, d = torch.cartesian_prod(sources, torch.arange(len(offsets))).unbind(1)
     tgt = positions[src] + offsets[d]
     inside = (tgt >= s) & (tgt < s + len(log_pi))
     src, d, tgt = src[inside], d[inside], tgt[inside]
@@ -280,16 +282,16 @@ def verify(decoder, y, P, s, log_pi):
     index = torch.full((len(slots), len(offsets)), -1)  # which row of log_p a slot and an offset have
     index[src, d] = torch.arange(len(src))
 
-    def heard(fill):
-        """Of each token of a fill (n, offsets): its log p by each source, the entropy of that, and is there one?"""
-        path = torch.cat([torch.arange(s), torch.tensor(fill) + s])  # the slot of each position
+    def heard(nodes):
+        """Of each token of a candidate (n, offsets): its log p by each source, is there one, and the entropy of its law."""
+        path = torch.cat([torch.arange(s), torch.tensor(nodes) + s])  # the slot of each position
         m = torch.arange(s, len(path))[:, None] - offsets
         there = (m >= P - 1) & (m < len(path))
         row = index[path[m.clamp(0, len(path) - 1)], torch.arange(len(offsets))]
         said = log_p[row, slots[path[s:]][:, None]]
-        return said.masked_fill(~there, 0.0), entropy[row], there
+        return said.masked_fill(~there, 0.0), there, entropy[row]
 
-    best = max(fills, key=lambda fill: verification(*heard(fill)[::2], offsets).mean().item())
+    best = max(found, key=lambda nodes: verification(*heard(nodes)[:2], offsets).mean().item())
     return [tokens[i] for i in best], acceptance(*heard(best), offsets, decoder.epsilon)
 
 
@@ -297,7 +299,7 @@ def verification(said, there, offsets):
     """v + v_CD (Eq. 8 and 9) of each token: said (n, offsets) = log p(y_t) by each source, where there is one.
 
     v is a mean over the next-token prediction and the reconstructions, v_CD by what that prediction is better than those from further
-    away. Their weights are the code's: lambda' grows with the offset, but not as 1 / lambda, which would overflow.
+    away. Their weights are the code's: lambda' = e^(d - 1), since by 1 / lambda the farthest alone would count.
     """
 
     def mean(w):
@@ -309,10 +311,11 @@ def verification(said, there, offsets):
     return mean(near) + (said[:, offsets == 1][:, 0] - mean(far)).clamp(min=0)  # no far ones: their mean is 0, this too
 
 
-def acceptance(said, entropy, there, offsets, epsilon):
+def acceptance(said, there, entropy, offsets, epsilon):
     """c of each token (Eq. 10): of its next-token prediction and its reconstructions, the share that finds it likely enough.
 
     (It prints epsilon exp(-H), whose minimum with epsilon is void; sqrt is the form of the rule that it cites, and the code's.)
+    A source that is not there votes no: EOS, with nothing behind it, has 2 of the k_b + 2 votes at most.
     """
     near = offsets <= 1
     likely = said.exp() > (math.sqrt(epsilon) * (-entropy).exp()).clamp(max=epsilon)
@@ -325,25 +328,25 @@ def acceptance(said, entropy, there, offsets, epsilon):
 def decode(decoder, prompt, watch=None):
     """Continue a prompt (a list of ids, BOS first) -> all tokens up to EOS or max_len, a list.
 
-    Each iteration predicts anew all that is not fixed, with up to k_f tokens more. What is fixed never changes. With a verifier a token
-    is accepted with probability c; without, it has to stay as it is for N more iterations. watch(y, s) is called after each.
+    Each iteration predicts anew all that is not accepted, with up to k_f tokens more. What is accepted never changes. With a verifier a
+    token is accepted with probability c; without, when it stayed as it is for N more iterations. watch(y, s) is called after each.
     """
     y, P = list(prompt), len(prompt)
-    s, stuck = P, 0  # the first position that is not fixed; iterations since the last was
+    s, stuck = P, 0  # the first position that is not accepted; iterations since the last was
     c, unchanged = torch.tensor([]), []  # of y[s:]: its acceptance; for how many iterations it is what it is
     while s < decoder.max_len and decoder.eos not in y[P:s]:
         e = min(s + decoder.block - 1, len(y) - 1 + decoder.k_f, decoder.max_len - 1)
         log_pi = predict(decoder, y, P, s, e, 1 + torch.cat([torch.ones(s), c]).cummin(0).values)
         if decoder.verifier:
             draft, c = verify(decoder, y, P, s, log_pi)
-            uniform = torch.rand(len(draft), generator=decoder.generator)
-            n = int((uniform < c).int().cumprod(0).sum())
+            accepted = (torch.rand(len(draft), generator=decoder.generator) < c).tolist()
         else:
             draft = upto_end(log_pi.argmax(-1).tolist(), decoder.eos)
             c = torch.ones(len(draft))
             before = [*zip(y[s:], unchanged), *[(None, 0)] * len(draft)]
             unchanged = [1 + k * (x == old) for x, (old, k) in zip(draft, before)]
-            n = sum(1 for _ in itertools.takewhile(lambda k: k > decoder.N, unchanged))
+            accepted = [k > decoder.N for k in unchanged]
+        n = [*accepted, False].index(False)  # from the left
         stuck = 0 if n else stuck + 1
         if stuck >= decoder.patience + (0 if decoder.verifier else decoder.N):
             n, stuck = 1, 0

@@ -20,17 +20,12 @@ from tqdm import tqdm
 import coral
 import train
 from checkpoint import MACHINE, build, find_run, git_commit, load, machine_name, restore, start_from
-from config import UserError, key, load_config, parse, read_config_file, whole_file
+from config import UserError, key, load_config, parse, read_config_file, task_of, whole_file
 from coral import STAGES, Decoder, corrupt, decode, pairs_of
 from evaluate import batches, evaluation_set
 from prepare_data import encode, get_tokenizer, read_chunks
 
-RATES = {
-    "0": 1,
-    "1": 5,
-    "2a": 1,
-    "2b": 1,
-}  # learning rates, relative to the config's (CORAL paper, Appendix D: 5 : 1 : 1)
+RATES = {"0": 1, "1": 5, "2a": 1, "2b": 1}  # of the config's learning rate (COrAL paper, Appendix D: 5 : 1 : 1)
 PAPER = {  # GSM8K, Table 1 and Section 4.3
     "next token, before COrAL": "77.0%",
     "next token": "74.1% at 39.7/s",
@@ -71,13 +66,16 @@ def train_stages(path, given, options):
         raise UserError(
             "the stages run one after another in one process; for several, torchrun train.py with --stage, --init_from"
         )
-    base, before = load_config([path], given), "scratch"
+    if "stage" in given:
+        raise UserError(f"stage = {given['stage']!r}: coral.py trains them all; for one alone, train.py --stage=...")
+    base = load_config([path], given)
+    before, given = base.init_from, {name: value for name, value in given.items() if name != "init_from"}
     stages = [stage for stage in STAGES if not (stage == "2a" and options.skip_2a)]
     folders = [Path(base.out_dir) / stage for stage in stages]
     if options.overwrite:
-        for file in (file for folder in folders for file in folder.glob("*.pt")):
+        for file in (file for stage in STAGES for file in (Path(base.out_dir) / stage).glob("*.pt")):
             file.unlink()
-    for stage, folder in zip(stages, folders):
+    for i, (stage, folder) in enumerate(zip(stages, folders)):
         rate = base.learning_rate * RATES[stage]
         keys = {**given, "stage": stage, "out_dir": str(folder), "learning_rate": rate}
         done, how = 0, ["--overwrite", f"--init_from={before}"]  # there may be a best.pt, where a kill left no ckpt.pt
@@ -86,6 +84,9 @@ def train_stages(path, given, options):
             if (begun := state["config"]["init_from"]) != before:
                 raise UserError(f"{folder} started from {begun}, not {before}: --overwrite, or give another --out_dir")
             done, how = state["iter"], ["--resume"]
+            if done < base.max_iters and any((later / "ckpt.pt").exists() for later in folders[i + 1 :]):
+                fix = "--overwrite, or give another --out_dir"
+                raise UserError(f"{folder} would go on, though the stages behind it began from what it is now: {fix}")
         if done >= base.max_iters:
             print(f"{folder} is finished")
         elif train.main([path, *(f"--{name}={value}" for name, value in keys.items()), *how]).stop:
@@ -111,7 +112,9 @@ def open_for_decoding(path, given, stage=None):
         return restore(config, state), config, state
     if config.llm or config.method not in ("gpt", "ac_gpt"):
         raise UserError(f"{folder} has method = {config.method!r}, llm = {config.llm}: name a run of coral, or of gpt")
-    begun = replace(config, method="coral", stage="0", law="prompt", r_max=0.0, compile=False, init_from=folder)
+    begun = replace(
+        config, method="coral", stage="0", law="prompt", r_min=0.0, r_max=0.0, compile=False, init_from=folder
+    )
     model = build(begun, state["vocab_size"], state["separator"])
     start_from(model, begun)
     return model.eval(), config, state
@@ -224,10 +227,9 @@ def table(path, given, options):
         right, calls, speed = zip(*found)
         theirs = paper.pop(name.partition(", N")[0], "")  # it does not say for which N
         lines.append(f"{name:42}{cell(right, 1):>16}{cell(calls, 2):>18}{cell(speed, 0):>16}   {theirs}".rstrip())
-    about = (
-        f"{Path(path).stem}, {runs[0]['split']}: {runs[0]['n']} questions, seeds {[r['config']['seed'] for r in runs]}"
-    )
-    return "\n".join([about, runs[0]["machine"], "", *lines])
+    seeds = ", ".join(str(run["config"]["seed"]) for run in runs)
+    about = f"{Path(path).stem}, {runs[0]['split']}: {runs[0]['ways'][0]['n']} questions, seed{'s' * (len(runs) > 1)} {seeds}"
+    return "\n".join([about, *sorted({run["machine"] for run in runs}), "", *lines])
 
 
 # ---------------------------------------------------------------- offsets
@@ -235,15 +237,17 @@ def table(path, given, options):
 
 @torch.no_grad()
 def offset_losses(model, config, questions, offsets):
-    """{offset: (loss in nats, share of right first guesses, pairs)}: ahead on clean text, behind in spoilt patches."""
+    """{offset: (loss in nats, share of right first guesses, pairs)}: ahead on clean text, behind in corrupt patches. (The paper's Figure 8
+    counts a token as right among the eight likeliest.)
+    """
     found = {}
     for d in offsets:
         nll = right = n = 0
         for i, (x, c) in enumerate(batches(config, questions.tokens, questions.cond[config.law])):
             clean, response = model.slots(x), F.pad(~c, (1, 0))
-            spoilt, where = corrupt(clean, response, generator=torch.Generator().manual_seed(i), **model.noise)
+            corrupted, where = corrupt(clean, response, generator=torch.Generator().manual_seed(i), **model.noise)
             src, tgt, real = pairs_of(response if d > 0 else where, [d])
-            hidden = model.pairs(clean if d > 0 else spoilt, src, tgt)[model.moved(real)]
+            hidden = model.pairs(clean if d > 0 else corrupted, src, tgt)[model.moved(real)]
             logits, labels = model.body.head(hidden).cpu().double(), clean.gather(1, tgt)[real]
             nll += F.cross_entropy(logits, labels, reduction="sum").item()
             right, n = right + (logits.argmax(-1) == labels).sum().item(), n + len(labels)
@@ -258,7 +262,7 @@ def print_offsets(path, given, options):
         raise UserError(f"{config.out_dir} knows the next token only: train the later stages first")
     k_f, k_b = (state["config"][name] for name in ("k_f", "k_b"))
     found = offset_losses(model, config, evaluation_set(config, "val"), range(-k_b - 4, k_f + 3))
-    print("offset   bits   right   (beyond what is trained: in brackets)")
+    print(f"{state['path']}, step {state['iter']}\noffset   bits   right   (beyond what is trained: in brackets)")
     for d, (loss, right, _) in found.items():
         print(f"{f'{d:+d} ' if -k_b <= d <= k_f else f'({d:+d})':>6}{loss / math.log(2):8.3f}{right:8.1%}")
     found = {d: dict(zip(("loss", "right", "pairs"), values)) for d, values in found.items()}
@@ -305,20 +309,31 @@ def show_refinement(path, given, options):
     print(f"{text(y[1:])}\n({len(y) - P} tokens in {decoder.calls} calls{ended}; {state['path']})")
 
 
+TASK = ("n", "split", "block", "results")
+TAKES = {
+    "text": ("iterations", "block", "verifier", "max_new_tokens"),
+    "offsets": ("results",),
+    "evaluate": TASK,
+    "table": TASK,
+    None: ("skip_2a", "overwrite"),
+}
+
+
 def main(argv):
     paths, given, options = parse(argv, Options, coral.__doc__)
+    task = task_of(options, TAKES)
     if len(paths) != 1:
         raise UserError("name one config file, or to decode a run folder: python coral.py configs/coral_carry.py")
     path = paths[0]
-    if options.text is not None:
+    if task == "text":
         return show_refinement(path, given, options)
     if not path.endswith(".py"):
         raise UserError(f"{path}: only --text takes a folder; give a config file, like configs/coral_carry.py")
-    if options.offsets:
+    if task == "offsets":
         return print_offsets(path, given, options)
-    if options.evaluate:
+    if task == "evaluate":
         evaluate(path, given, options)
-    if options.evaluate or options.table:
+    if task in ("evaluate", "table"):
         return print(table(path, given, options))
     if read_config_file(path).get("method") != "coral":
         raise UserError(f"{path} has no method = 'coral': give a config like configs/coral_carry.py")

@@ -14,6 +14,7 @@ draws no samples and trains nothing.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from tqdm import tqdm
 import conditioning
 from checkpoint import METHODS, autocast, find_run, git_commit, open_run, restore
 from conditioning import LAWS, EvaluationSet, draw_evaluation_set, modes_with, uniform_int
-from config import UserError, key, parse, run, whole_file
+from config import UserError, key, parse, run, task_of, whole_file
 from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta
 
 # ---------------------------------------------------------------- the questions
@@ -69,11 +70,8 @@ def batches(config, *tensors):
 @torch.no_grad()
 def nll_of(model, config, tokens, cond, desc, generator=None, scored=None):
     """The NLL of all questions, batch by batch: (n, T) on the CPU, 0 outside `scored`. By default model.score: of all x_e."""
-    parts = []
-    # disable=None: no bar where nobody watches
-    for x, c, s in tqdm(
-        batches(config, tokens, cond, ~cond if scored is None else scored), desc, leave=False, disable=None
-    ):
+    parts, questions = [], batches(config, tokens, cond, ~cond if scored is None else scored)
+    for x, c, s in tqdm(questions, desc, leave=False, disable=None):  # None: no bar where nobody watches
         with autocast(config):
             nll = model.score(x, c, generator) if scored is None else model.exact_nll(x, c, s, generator)
             parts.append(nll.cpu().double())
@@ -321,13 +319,23 @@ def score_text(model, config, text):
     )
 
 
+def questions_of(runs, split):
+    """The evaluation sets of runs, (config, state) each; UserError if one would be asked other questions than another."""
+    questions = [evaluation_set(config, split) for config, _ in runs]
+    for a, b in itertools.combinations(questions, 2):
+        if a.hash != b.hash or not all(torch.equal(a.cond[law], b.cond[law]) for law in a.cond.keys() & b.cond.keys()):
+            fix = "give one --r_max and one law's settings for all, and runs of one data set, tokenizer and block_size"
+            raise UserError(f"these runs would be asked different questions: {fix}")
+    return questions
+
+
 @dataclass
 class Options:
     split: str = key("val", "which split is asked about", choices=("val", "test", "train"))
     checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")
     consistency: bool = key(False, "does log p(A, B | C) = log p(A | C) + log p(B | A, C) hold?")
     samples: bool = key(False, "score the runs' samples_*.jsonl: share of tokens restored")
-    mauve: bool = key(False, "--samples: and MAUVE")
+    mauve: bool = key(False, "and their MAUVE")
     mauve_model: str = key(
         "gpt2-large", "--mauve: model of the features; a run folder, or a name or folder for transformers"
     )
@@ -335,32 +343,36 @@ class Options:
     text: str | None = key(None, "text with [[marked]] parts to score given all the rest")
 
 
+TAKES = {
+    "text": ("checkpoint",),
+    "consistency": ("split", "checkpoint"),
+    "samples": ("checkpoint",),
+    "mauve": ("checkpoint", "mauve_model", "mauve_buckets"),
+    None: ("split", "checkpoint"),
+}
+
+
 def main(argv):
     places, given, options = parse(argv, Options, __doc__)
+    task = task_of(options, TAKES)
     if not places:
         raise UserError("name a config file or run folders: python evaluate.py configs/tiny.py")
-    if options.text is not None:
+    if task == "text":
         for place in places:
             if len(places) > 1:
                 print(place)
             score_text(*open_run(place, given, options.checkpoint)[:2], options.text)
         return
     runs = [find_run(place, given, options.checkpoint) for place in places]
-    for name in ("mauve_model", "mauve_buckets"):
-        if getattr(options, name) != getattr(Options, name) and not options.mauve:
-            raise UserError(f"--{name} does nothing without --mauve: add it, or leave this out")
-    if options.samples or options.mauve:
+    if task in ("samples", "mauve"):
         import generation  # which imports from here
 
         return generation.print_samples(runs, options)
-    questions = [evaluation_set(config, options.split) for config, _ in runs]
-    if len({q.hash for q in questions}) > 1:
-        fix = "give one --r_max for all, and runs of one data set, tokenizer and block_size"
-        raise UserError(f"these runs would be asked different questions: {fix}")
+    questions = questions_of(runs, options.split)
     (config, _), (n, T) = runs[0], questions[0].tokens.shape
     about = f"{config.dataset}, {options.split}: {n} sequences of {T} tokens"
     about += f", r_max {config.r_max:g}, evaluation set {questions[0].hash}\n"
-    if options.consistency:
+    if task == "consistency":
         if bounds := [config.out_dir for config, _ in runs if METHODS[config.method].bound]:
             raise UserError(f"--consistency: {bounds[0]} has no log p, only a bound: leave it out")
         print(about)

@@ -26,8 +26,8 @@ import checkpoint
 import llm
 import train
 from checkpoint import find_run, open_run
-from config import UserError, key, load_config, parse, run, whole_file
-from evaluate import evaluate, evaluation_set, first, mean_and_error, table
+from config import UserError, key, load_config, parse, run, task_of, whole_file
+from evaluate import evaluate, first, mean_and_error, questions_of, table
 
 
 @dataclass
@@ -49,8 +49,8 @@ def from_gguf(source, folder):
     llm.need_transformers()
     file = Path(source)
     if file.suffix != ".gguf":
-        package = importlib.util.find_spec(source)
-        if package is None:
+        package = importlib.util.find_spec(source) if source.isidentifier() else None
+        if package is None or package.origin is None:
             raise UserError(
                 f"--gguf={source} is neither a .gguf file nor a package that is there: pip install it, or give a file"
             )
@@ -102,8 +102,8 @@ def export(model, config, state, merge=None):
 
 
 def advantage(result, causal, mode):
-    """By how many percent a run's perplexity is lower than the causal run's, which sees no future; and its standard error, paired
-    sequence by sequence (paper, Table C.2).
+    """By how many percent a run's perplexity is lower than the causal run's, which sees no future (paper, Table C.2), and its standard
+    error. Both are scored on the same x_e, paired sequence by sequence; in TD the paper's baseline is scored on all tokens.
     """
     blind = mode if mode in causal["modes"] else f"{mode}_no_future"
     n = result["modes"][mode]["sequences"]
@@ -116,11 +116,11 @@ def advantage(result, causal, mode):
 def print_table(places, given, split):
     """The five modes of all runs, and the advantage over the first causal one that was trained."""
     runs = [find_run(place, given) for place in places]
-    asked = [evaluation_set(config, split) for config, _ in runs]
-    if len({questions.hash for questions in asked}) > 1:
-        raise UserError("these runs would be asked different questions: give one --r_max for all, and one data set")
+    asked = questions_of(runs, split)
     results = [result for run, questions in zip(runs, asked) for result in evaluate(*run, questions, split)]
     print(table(results, len(asked[0].tokens)))
+    if len({config.llm for config, _ in runs}) > 1:
+        return print("\nno advantage: these are runs of several models")
     causal = [r for r in results if r["method"] == "gpt" and r["iter"] > 0]
     if not causal:
         return print("\nno advantage: that needs a trained run with --method=gpt among them")
@@ -133,9 +133,20 @@ def print_table(places, given, split):
         print(f"  {name:4}" + "".join(f"{cell:>20}" for cell in cells))
 
 
+TAKES = {
+    "untrained": ("overwrite",),
+    "table": ("split",),
+    "export": (),
+    "merge": (),
+    "gguf": ("into",),
+    None: ("resume", "overwrite"),
+}
+
+
 def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
-    if options.gguf:
+    task = task_of(options, TAKES)
+    if task == "gguf":
         if not options.into:
             raise UserError("--gguf needs --into=FOLDER")
         return from_gguf(options.gguf, options.into)
@@ -143,15 +154,15 @@ def main(argv):
         raise UserError(
             "name a config file, or with --table run folders: python finetune.py configs/finetune_smollm2.py"
         )
-    if options.table:
+    if task == "table":
         return print_table(paths, given, options.split)
-    if options.merge or options.export:
+    if task in ("merge", "export"):
         if len(paths) != 1:
             raise UserError("--merge and --export take one run: python finetune.py RUN --merge=FOLDER")
         return export(*open_run(paths[0], {"device": "cpu", **given}), options.merge)
     if not load_config(paths, given).llm:
         raise UserError(f"{paths[0]} has no llm: give --llm=FOLDER, or use train.py")
-    if options.untrained:
+    if task == "untrained":
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("--untrained trains nothing: run it in one process")
         trainer, log = train.set_up(paths, given, options)

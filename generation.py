@@ -2,7 +2,7 @@
 
     python sample.py out/A --protocol=paper --n=241                          draws the samples
     python evaluate.py out/A out/B --samples                                 share of tokens restored, bits of what was drawn
-    python evaluate.py out/A --samples --mauve --mauve_model=gpt2-large      and MAUVE, by the package mauve-text
+    python evaluate.py out/A --mauve --mauve_model=gpt2-large      and MAUVE, by the package mauve-text
 
 MAUVE compares two sets of texts as points in the feature space of a language model: 1 where they fall alike into the clusters, near 0
 where not. It depends on that model, on how many texts there are and on the clusters, so it comes with two figures that show its
@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import sample
 from checkpoint import autocast, open_run
 from config import UserError, whole_file
-from evaluate import evaluation_set, mean_and_error
+from evaluate import evaluation_set, mean_and_error, questions_of
 from prepare_data import encode, file_sha256, get_tokenizer, read_chunks, read_meta
 
 # ---------------------------------------------------------------- the samples
@@ -33,24 +34,15 @@ def read_samples(path, asked, checkpoint):
     """The samples of a file as tokens (n, T), known (n, T), log_p: list; UserError unless they answer this evaluation set, and are
     by this checkpoint (a hash).
     """
-    try:
-        samples = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        tokens = torch.tensor([sample["tokens"] for sample in samples])
-        known = torch.zeros_like(tokens, dtype=torch.bool)
-        for row, sample in zip(known, samples):
-            for a, b in sample["known"]:
-                row[a:b] = True
-        if [sample["i"] for sample in samples] != list(range(len(samples))) or not samples:
-            raise ValueError("not all samples are there")
-        others = {(sample["evaluation_set"], sample["checkpoint"]) for sample in samples} - {(asked.hash, checkpoint)}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
-        raise UserError(
-            f"{path} is no whole file of samples ({e}): draw them again with sample.py --protocol"
-        ) from None
-    if others:
-        raise UserError(f"{path} is by another checkpoint, or of another evaluation set: {others.pop()}, not "
-                        f"{(asked.hash, checkpoint)}: move it away and draw the samples again")  # fmt: skip
-    return tokens, known, [sample["log_p"] for sample in samples]
+    samples = sample.read_samples(path, {"evaluation_set": asked.hash, "checkpoint": checkpoint})
+    if not samples or [s["i"] for s in samples] != list(range(len(samples))):
+        raise UserError(f"{path}: not all samples are there: draw them again with sample.py --protocol")
+    tokens = torch.tensor([s["tokens"] for s in samples])
+    known = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, s in zip(known, samples):
+        for a, b in s["known"]:
+            row[a:b] = True
+    return tokens, known, [s["log_p"] for s in samples]
 
 
 def restored(tokens, known, originals):
@@ -139,7 +131,7 @@ class Mauve:
             from mauve import compute_mauve
         except ImportError:
             raise UserError("--mauve needs a package: pip install mauve-text") from None
-        self.compute, self.name, self.device, self.model = compute_mauve, name, config.device, None
+        self.compute, self.name = compute_mauve, name
         texts, self.about = references(config, n)
         self.n, self.buckets = len(texts), buckets or max(2, round(min(len(texts), n) / 10))
         if min(len(texts), n) < self.buckets:
@@ -147,6 +139,7 @@ class Mauve:
             raise UserError(
                 f"{self.buckets} buckets need as many samples and references; there are {n} and {len(texts)}: {fix}"
             )
+        self.model = feature_model(name, config.device)
         self.reference = self.features(texts, config.data_folder)
 
     @torch.no_grad()
@@ -159,7 +152,6 @@ class Mauve:
         path = cache and os.access(cache, os.W_OK) and cache / f"mauve_{key}.npy"
         if path and path.exists():
             return np.load(path)
-        self.model = self.model or feature_model(self.name, self.device)
         found = np.stack(
             [self.model(text).float().cpu().numpy() for text in tqdm(texts, "features", leave=False, disable=None)]
         )
@@ -191,15 +183,9 @@ def score_samples(config, state, path, mauve=None):
     asked, tokenizer = evaluation_set(config, "val"), get_tokenizer(config.tokenizer)
     tokens, known, log_p = read_samples(path, asked, file_sha256(state["path"])[:16])
     share, error = restored(tokens, known, asked.tokens[: len(tokens)])
-    bits = None if None in log_p else -sum(log_p) / (~known).sum().item() / math.log(2)
-    score = {
-        "file": path.name,
-        "n": len(tokens),
-        "tokens": int((~known).sum()),
-        "restored": share,
-        "stderr": error,
-        "bits": bits,
-    }
+    unknown = int((~known).sum())
+    bits = None if None in log_p else -sum(log_p) / unknown / math.log(2)
+    score = {"file": path.name, "n": len(tokens), "tokens": unknown, "restored": share, "stderr": error, "bits": bits}
     if mauve:
         score["mauve"], score["mauve_std"] = mauve.score([tokenizer.decode(row) for row in tokens.tolist()])
     return score
@@ -210,8 +196,7 @@ def print_samples(runs, options):
     files = [(*run, path) for run in runs for path in sorted(Path(run[0].out_dir).glob("samples_*.jsonl"))]
     if not files:
         raise UserError(f"{runs[0][0].out_dir} holds no samples: draw them with sample.py --protocol=paper --n=...")
-    if len({evaluation_set(config, "val").hash for config, _ in runs}) > 1:
-        raise UserError("these runs were asked different questions: score them one by one")
+    questions_of(runs, "val")
     config, numbers = files[0][0], {path.read_bytes().count(b"\n") for *_, path in files}
     n = min(numbers)
     if options.mauve and len(numbers) > 1:
@@ -219,18 +204,19 @@ def print_samples(runs, options):
             f"--mauve: the files hold {', '.join(map(str, sorted(numbers)))} samples: draw as many for each"
         )
     mauve = Mauve(config, options.mauve_model, n, options.mauve_buckets) if options.mauve else None
-    print(f"{'':58}{'n':>5}{'tokens':>9}{'restored':>18}{'bits per token':>16}" + f"{'MAUVE':>18}" * bool(mauve))
+    names = [f"{Path(config.out_dir).name}, {path.stem.removeprefix('samples_')}" for config, _, path in files]
+    width = max(map(len, names))
+    title = f"{'':{width}}{'n':>6}{'tokens':>9}{'restored':>18}{'bits per token':>16}"
+    print(title + f"{'MAUVE':>18}" * bool(mauve))
 
     def line(name, n, tokens="", share="", bits="", score=None):
-        print(
-            f"{name:58}{n:5}{tokens:>9}{share:>18}{bits:>16}"
-            + (f"{score[0]:.3f} +- {score[1]:.3f}".rjust(18) if score else "")
-        )
+        found = f"{score[0]:.3f} +- {score[1]:.3f}".rjust(18) if score else ""
+        print(f"{name:{width}}{n:6}{tokens:>9}{share:>18}{bits:>16}{found}", flush=True)
 
-    for config, state, path in files:
+    for name, (config, state, path) in zip(names, files):
         s = score_samples(config, state, path, mauve)
         share, bits = f"{s['restored']:.2%} +- {s['stderr']:.2%}", "-" if s["bits"] is None else f"{s['bits']:.3f}"
-        line(f"{Path(config.out_dir).name}, {path.stem.removeprefix('samples_')}", s["n"], s["tokens"], share, bits,
+        line(name, s["n"], s["tokens"], share, bits,
              mauve and (s["mauve"], s["mauve_std"]))  # fmt: skip
     if mauve:
         tokenizer = get_tokenizer(config.tokenizer)
@@ -240,6 +226,6 @@ def print_samples(runs, options):
         print(
             f"MAUVE against {mauve.n} {mauve.about}; features of {mauve.name}, {mauve.buckets} buckets, mean and standard "
             f"deviation over k-means seeds {', '.join(map(str, mauve.SEEDS))}"
-            + "; with fewer than 1000 texts it moves by several hundredths"
+            + "; of so few texts it tells large differences only"
             * (n < 1000)
         )

@@ -34,6 +34,8 @@ def attention(module, q, k, v, mask, scaling=None, dropout=0.0, ac_gpt=None, **k
         name for name in ("softcap", "s_aux", "sliding_window", "position_bias") if kwargs.get(name) is not None
     ]:
         raise NotImplementedError(f"its attention has {', '.join(more)}")
+    if ac_gpt is None:
+        raise NotImplementedError("it does not pass on what its attention needs")
     allowed, caches = ac_gpt
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if caches is not None:

@@ -315,9 +315,7 @@ def write_splits(part, source, tokenizer, options, about):
     with tqdm(unit="tok", unit_scale=True, initial=sum(tokens.values()), desc=part.stem, disable=None) as bar:
         for documents, state in source(options, start):
             for split, texts in documents.items():
-                ended = [
-                    np.append(np.asarray(ids, np.uint32), end) for ids in tokenizer.encode_batch(texts) if len(ids)
-                ]
+                ended = [np.append(ids, end) for ids in tokenizer.encode_batch(texts) if len(ids)]
                 if ended:
                     ids = np.concatenate(ended)
                     assert ids.max() <= np.iinfo(dtype).max, f"id {ids.max()} does not fit {dtype}"

@@ -47,12 +47,9 @@ def read_result(path, config, apart=()):
         result = json.loads(path.read_text())
         then = {name: result["config"].get(name, getattr(Config, name)) for name in VARY}
         result["variant"], name = Config(**then).variant, name_of(Config(**then))
-        parts = [result, *result["results"]]
-        needed = [
-            ("machine", "minutes", "consistency"),
-            *[("split", "reading", "bound", "evaluation_set", "modes", "first")] * len(parts),
-        ]
-        missing = [key for part, keys in zip(parts, needed) for key in keys if key not in part]
+        each = ("split", "reading", "bound", "evaluation_set", "modes", "first")
+        missing = [key for key in ("trained_by", "scored_by", "machine", "minutes", "consistency") if key not in result]
+        missing += [key for part in result["results"] for key in each if key not in part]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as e:
         return None, f"is no whole result ({type(e).__name__})"
     if missing or not result["results"]:

@@ -220,10 +220,8 @@ def sample_runs(path, given, options, folder):
         target = folder / "samples" / f"{name_of(config)}.json"
         if target.exists():
             continue
-        if (
-            read_result(folder / f"{name_of(config)}.json", config)[1]
-            or not (Path(config.out_dir) / "best.pt").exists()
-        ):
+        _, wrong = read_result(folder / f"{name_of(config)}.json", config)
+        if wrong or not (Path(config.out_dir) / "best.pt").exists():
             print(f"left out: {config.out_dir} is not there or not finished", file=sys.stderr)
             continue
         model, config, state = open_run(config.out_dir, {name: getattr(config, name) for name in MACHINE})

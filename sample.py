@@ -26,7 +26,7 @@ from tqdm import tqdm
 import infill
 from checkpoint import autocast, open_run
 from conditioning import MODES
-from config import UserError, key, parse, run, whole_file
+from config import UserError, key, parse, run, task_of, whole_file
 from evaluate import check_length, evaluation_set
 from prepare_data import encode, file_sha256, get_tokenizer
 
@@ -68,11 +68,11 @@ def generate(model, config, options, tokens, cond, forced=None, seed=None):
         return model.generate(tokens, cond, pick, order_generator(model, seed, forced), forced).cpu()
 
 
-def show(tokenizer, ids, known, marks=("[[", "]]")):
+def show(tokenizer, ids, known):
     """Text in which the generated parts stand in marks."""
     runs = itertools.groupby(zip(ids, known), lambda pair: pair[1])
     texts = ((tokenizer.decode([i for i, _ in pairs]), is_known) for is_known, pairs in runs)
-    return "".join(text if is_known else text.join(marks) for text, is_known in texts)
+    return "".join(text if is_known else f"[[{text}]]" for text, is_known in texts)
 
 
 # ---------------------------------------------------------------- marked text
@@ -166,11 +166,6 @@ def given_in(name, known):
     return (known, None) if MODES[name].future else (torch.zeros_like(known), known)
 
 
-def sample_mode(model, config, options, name, tokens, known, seed=None):
-    """Sample x_e of questions (B, T) in a mode -> (B, T)."""
-    return generate(model, config, options, tokens, *given_in(name, known), seed)
-
-
 def show_modes(model, config, options, tokenizer):
     """Print the first validation question, answered in each mode."""
     questions = evaluation_set(config, "val")
@@ -179,7 +174,7 @@ def show_modes(model, config, options, tokenizer):
         if not has_mode(model, name, known):
             continue
         rows = [x[:1].expand(options.n, -1) for x in (questions.tokens, known)]
-        for row in sample_mode(model, config, options, name, *rows):
+        for row in generate(model, config, options, rows[0], *given_in(name, rows[1])):
             print(f"--- {name.replace('_', ' ')}\n{show(tokenizer, row.tolist(), known[0].tolist())}\n", flush=True)
 
 
@@ -256,7 +251,7 @@ def protocol(model, config, options, tokenizer, state):
         for i in tqdm(range(len(whole), options.n, B), name, disable=None):
             seed = options.seed * 1_000_003 + i  # of this batch
             rows = [x[i : i + B] for x in (questions.tokens, known)]
-            filled = sample_mode(model, config, options, name, *rows, seed)
+            filled = generate(model, config, options, rows[0], *given_in(name, rows[1]), seed)
             log_p = log_p_of(model, config, name, filled, rows[1], seed)
             samples = [
                 {"mode": name, **about, "i": i + j, "known": runs_of(k.tolist()), "log_p": p, "tokens": ids.tolist(),
@@ -291,7 +286,9 @@ class Options:
     candidates: str | None = key(None, "fillings of the one mark to be ranked, with | between them")
     json: bool = key(False, "marked text: print JSON, one object a line")
     max_new_tokens: int | None = key(None, "--prompt: how many tokens follow; None: up to 200", low=1)
-    protocol: str | None = key(None, "paper: write samples of the validation questions into the run's folder")
+    protocol: str | None = key(
+        None, "write samples of the validation questions into the run's folder", choices=("paper",)
+    )
     mode: str = key("all", "--protocol: which mode", choices=("all", *MODES))
     temperature: float = key(0.8, "below 1: safer; 0: always the likeliest token", low=0, high=100)
     top_p: float = key(0.95, "draw from the likeliest tokens that make up this probability", low=0, high=1)
@@ -299,14 +296,14 @@ class Options:
     checkpoint: str = key("best.pt", "which checkpoint of the run; ckpt.pt is the latest")
 
 
-MARKED = ("text", "file")
-NEEDS = {
-    "candidates": MARKED,
-    "lengths": MARKED,
-    "tries": MARKED,
-    "json": MARKED,
-    "max_new_tokens": ("prompt",),
-    "mode": ("protocol",),
+DRAWS = ("n", "temperature", "top_p", "seed", "checkpoint")
+MARKS = (*DRAWS, "tries", "lengths", "candidates", "json")
+TAKES = {
+    "text": MARKS,
+    "file": MARKS,
+    "prompt": (*DRAWS, "max_new_tokens"),
+    "protocol": (*DRAWS, "mode"),
+    None: DRAWS,
 }
 
 
@@ -314,19 +311,12 @@ def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
     if len(paths) != 1:
         raise UserError("name one config file or run folder (and put text in quotes): python sample.py configs/tiny.py")
-    asked = [name for name in ("text", "file", "prompt", "protocol") if getattr(options, name) is not None]
-    if len(asked) > 1:
-        raise UserError(f"--{asked[0]} and --{asked[1]} ask for different things: give one of them")
-    for name, needs in NEEDS.items():
-        if getattr(options, name) != getattr(Options, name) and not {*needs} & {*asked}:
-            raise UserError(f"--{name} does nothing without --{' or --'.join(needs)}: add that, or leave it out")
-    if options.protocol not in (None, "paper"):
-        raise UserError(f"--protocol={options.protocol}: the one there is, is the paper's: --protocol=paper")
+    asked = task_of(options, TAKES)
     model, config, state = open_run(paths[0], given, options.checkpoint)
     tokenizer = get_tokenizer(config.tokenizer)
-    if "protocol" in asked:
+    if asked == "protocol":
         return protocol(model, config, options, tokenizer, state)
-    if "prompt" in asked:
+    if asked == "prompt":
         continue_text(model, config, options, tokenizer)
     elif asked:
         fill(model, config, options, tokenizer)

@@ -6,8 +6,6 @@ The layers are shared out; embedding, head and last norm are whole everywhere. A
 here is about conditioning, and train.py does without it when --shard is not given.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -61,7 +59,7 @@ def finish_gradients(params, max_norm):
     norms = [torch.nn.utils.get_total_norm(grads) for grads in (shares, rest) if grads]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     norm = torch.stack([norm.float() for norm in norms]).norm()
-    scale = min(1.0, (max_norm or math.inf) / (norm.item() + 1e-6))
+    scale = min(1.0, max_norm / (norm.item() + 1e-6))
     for grad in shares + rest:
         grad *= scale
     return norm

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import coral_runs
+import evaluate
 import tasks
 import train
 from checkpoint import load, open_run
-from config import load_config, parse
+from config import UserError, load_config, parse
 from coral import (
     STAGES,
     Coral,
@@ -36,7 +37,6 @@ from coral import (
     verify,
     weight,
 )
-from evaluate import evaluation_set
 from model import Transformer
 
 V, L, EOS = 6, 9, 5
@@ -163,8 +163,8 @@ def test_the_prompt_is_known(task):
     paths, given, _ = parse(task)
     config = load_config(paths, given)
     other = dataclasses.replace(config, prompt_length=30)
-    assert evaluation_set(config, "val").cond["prompt"].sum(1).eq(24).all()
-    assert evaluation_set(other, "val").cond["prompt"].sum(1).eq(30).all()
+    assert evaluate.evaluation_set(config, "val").cond["prompt"].sum(1).eq(24).all()
+    assert evaluate.evaluation_set(other, "val").cond["prompt"].sum(1).eq(30).all()
 
 
 def test_forward_terms_are_k_f_times_the_response():
@@ -453,7 +453,7 @@ def test_scores_and_votes_are_those_of_a_plain_loop():
     entropy, there = -entropy, torch.rand(n, 8, generator=generator) < 0.7
     there[:, offsets == 1] = True
     said = said.masked_fill(~there, 0.0)
-    scores, votes = verification(said, there, offsets), acceptance(said, entropy, there, offsets, 0.2)
+    scores, votes = verification(said, there, offsets), acceptance(said, there, entropy, offsets, 0.2)
     for i in range(n):
         heard = {d: said[i, j].item() for j, d in enumerate(offsets.tolist()) if there[i, j]}
         assert scores[i].item() == pytest.approx(plain_verification(heard))
@@ -487,6 +487,13 @@ def test_a_verified_fill_is_that_of_a_plain_loop(seed):
         found.append((sum(v) / len(v), line[s:], votes))
     _, line, votes = max(found)
     assert best == line and c.tolist() == pytest.approx(votes)
+
+
+def test_an_end_has_two_votes():
+    """EOS, behind which there is nothing: the next token and itself, of the ten that Eq. 10 counts."""
+    said, offsets = log_of([[0.999] * 13]), torch.arange(-8, 5)
+    votes = acceptance(said, (offsets >= 0)[None], torch.zeros_like(said), offsets, 0.2)
+    assert votes.tolist() == pytest.approx([0.2])
 
 
 def test_no_contrast_without_far_predictions():
@@ -664,6 +671,12 @@ def test_bad_input(expect_refusal, finished, trained, task, tmp_path):
     expect_refusal(["stage = '0'"], "coral.py", *text, "--evaluate", "--stage=0")
     expect_refusal(["only --text takes a folder"], "coral.py", finished, "--evaluate")
     expect_refusal(["not finished"], "coral.py", *text, "--evaluate", "--max_iters=9")
+    expect_refusal(["stage = '1'", "train.py"], "coral.py", *task, f"--out_dir={finished}", "--stage=1")
+    expect_refusal(["would go on", "--overwrite"], "coral.py", *task, f"--out_dir={finished}", "--max_iters=9")
+    expect_refusal(["--text and --evaluate"], "coral.py", finished, "--evaluate", "--text=1")
+    expect_refusal(["--n does nothing with --text"], "coral.py", finished, "--n=3", "--text=1")
+    expect_refusal(["--results does nothing alone"], "coral.py", *text)
+    text.pop()
     expect_refusal(["granularity = 2"], "coral.py", *text, "--granularity=2")
     expect_refusal(["started from", "--overwrite"], "coral.py", *text, "--skip_2a")
     expect_refusal(["law = 'prompt'", "r_max = 0"], "train.py", *task, "--r_max=0.5", f"--out_dir={tmp_path}/x")
@@ -692,6 +705,27 @@ def test_a_window_wider_behind_is_allowed(command, finished):
 def test_a_prompt_of_one_token(command, finished):
     code, _, err = command("coral.py", finished, "--text=1", "--max_new_tokens=4")
     assert code == 0, err
+
+
+def test_stages_can_begin_from_a_run(command, task, finished, tmp_path):
+    args = [*task, f"--init_from={finished}/0", f"--out_dir={tmp_path}/x", "--max_iters=2"]
+    for _ in range(2):
+        code, out, err = command("coral.py", *args)
+        assert code == 0, err
+    assert out.count("is finished") == 4
+    assert [load(tmp_path / "x" / stage / "ckpt.pt")["config"]["init_from"] for stage in STAGES] == [
+        f"{finished}/0", *(f"{tmp_path}/x/{stage}" for stage in STAGES[:-1])
+    ]  # fmt: skip
+
+
+def test_runs_of_unlike_prompts_are_not_compared(task, finished):
+    config = load(finished / "0/ckpt.pt")["config"]
+    runs = [
+        (dataclasses.replace(load_config(task[:1], {}), **{**config, "prompt_length": n}), None) for n in (24, 24, 30)
+    ]
+    assert len(evaluate.questions_of(runs[:2], "val")) == 2
+    with pytest.raises(UserError, match="different questions"):
+        evaluate.questions_of(runs, "val")
 
 
 def test_a_run_can_start_from_another(command, task, trained, small, tmp_path):

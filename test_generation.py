@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 
 import numpy as np
@@ -62,10 +63,10 @@ def test_table_of_samples(sampled, command):
 
 def test_mauve(sampled, command, monkeypatch):
     """Real features, of a model of ours: the originals are nearer to the reference than noise is."""
-    load, args = np.load, ["evaluate.py", sampled, "--samples", "--mauve", f"--mauve_model={sampled}"]
+    load, args = np.load, ["evaluate.py", sampled, "--mauve", f"--mauve_model={sampled}"]
     code, out, err = command(*args)
     assert code == 0 and "30 sequences of the test split" in out and "3 buckets" in out and "seeds 0, 1, 2" in out, err
-    scores = {line[:58].strip(): float(line.split()[-3]) for line in out.splitlines()[1:-1]}
+    scores = {re.split(r"  +", line)[0]: float(line.split()[-3]) for line in out.splitlines()[1:-1]}
     assert len(scores) == 7 and all(0 < x <= 1 for x in scores.values())
     assert scores["the originals"] > 0.8
     kept = []
@@ -149,9 +150,11 @@ def test_references(tmp_path):
 
 def test_mistakes(sampled, trained, tmp_path, expect_refusal, monkeypatch):
     expect_refusal(["no samples", "--protocol=paper"], "evaluate.py", trained, "--samples")
-    args = ["evaluate.py", sampled, "--samples", "--mauve"]
+    args = ["evaluate.py", sampled, "--mauve"]
     expect_refusal(["31 buckets", "30 and 30"], *args, "--mauve_buckets=31", f"--mauve_model={sampled}")
-    expect_refusal(["--mauve_buckets", "--mauve:"], *args[:-1], "--mauve_buckets=3")
+    expect_refusal(["--mauve_buckets does nothing alone, but with --mauve"], *args[:-1], "--mauve_buckets=3")
+    expect_refusal(["--split does nothing with --samples"], *args[:-1], "--samples", "--split=test")
+    expect_refusal(["--consistency and --samples"], *args[:-1], "--samples", "--consistency")
     expect_refusal([tmp_path, "cannot be loaded"], *args, f"--mauve_model={tmp_path}")
     monkeypatch.setitem(sys.modules, "mauve", None)
     expect_refusal(["pip install mauve-text"], *args)
@@ -162,11 +165,11 @@ def test_broken_samples(tmp_path):
     path = tmp_path / "samples_infilling.jsonl"
     good = {"i": 0, "tokens": [1, 2], "known": [[0, 1]], "log_p": -1.0, "evaluation_set": "abc", "checkpoint": "c"}
     for lines, why in (
-        ([{**good, "evaluation_set": "other"}], "another evaluation set"),
-        ([{**good, "checkpoint": "other"}], "another checkpoint"),
+        ([{**good, "evaluation_set": "other"}], "evaluation_set = other, not abc"),
+        ([{**good, "checkpoint": "other"}], "checkpoint = other, not c"),
         ([good, {**good, "i": 2}], "not all samples"),
-        ([{"i": 0}], "no whole file"),
-        ([], "no whole file"),
+        ([{"i": 0}], "line 1 is no sample"),
+        ([], "not all samples"),
     ):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         with pytest.raises(UserError, match=why):

@@ -429,5 +429,7 @@ def test_mistakes_in_fine_tuning(tuned, tmp_path, expect_refusal):
     expect_refusal(["no llm", "train.py"], "finetune.py", tmp_path / "plain.py")
     expect_refusal(["config file"], "finetune.py")
     expect_refusal(["--into"], "finetune.py", "--gguf=x.gguf")
-    expect_refusal(["neither", "no_such_package"], "finetune.py", "--gguf=no_such_package", f"--into={tmp_path}")
+    for package in ("no_such_package", "../models/x", "a.b/x"):
+        expect_refusal(["neither", package], "finetune.py", f"--gguf={package}", f"--into={tmp_path}")
+    expect_refusal(["--resume does nothing with --untrained"], "finetune.py", "my.py", "--untrained", "--resume")
     expect_refusal(["no such .gguf"], "finetune.py", "--gguf=x.gguf", f"--into={tmp_path}")

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import statistics
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,14 +305,16 @@ def test_plot(work, command):
 
 
 def test_committed_results_are_whole(command, monkeypatch, tmp_path):
-    """None of them is left out, and README shows what --table prints of them."""
+    """None of them is left out, and README shows what --table and --samples print of them."""
     monkeypatch.chdir(HERE)
-    (tmp_path / "tiny").mkdir()
     listed = subprocess.run(["git", "ls-files", "results/tiny/*.json"], capture_output=True, text=True).stdout.split()
-    for file in listed or (HERE / "results" / "tiny").glob("*.json"):  # without git: all that is there
-        shutil.copy(file, tmp_path / "tiny")
-    code, out, err = command("reproduce.py", "configs/tiny.py", "--table", f"--results={tmp_path}")
-    assert code == 0 and err == "" and out.strip() in (HERE / "README.md").read_text()
+    for file in listed or Path("results").glob("tiny/**/*.json"):  # without git: all that is there
+        copy = tmp_path / Path(file).relative_to("results")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    for args in (["--table"], ["--samples=100"]):
+        code, out, err = command("reproduce.py", "configs/tiny.py", *args, f"--results={tmp_path}")
+        assert code == 0 and err == "" and out.strip() in Path("README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ def test_a_folder_with_a_run_is_kept(small, trained, expect_refusal, command, tm
     code, out, _ = command("train.py", *small, f"--out_dir={trained}", "--resume")
     assert code == 0 and "step 10 of 10" in out and (trained / "ckpt.pt").read_bytes() == before
     train.main([*small, f"--out_dir={tmp_path / 'again'}"])
+    (tmp_path / "again" / "samples_training.jsonl").write_text("")
     train.main([*small, f"--out_dir={tmp_path / 'again'}", "--overwrite", "--max_iters=2"])
+    assert not (tmp_path / "again" / "samples_training.jsonl").exists()
     assert checkpoint.load(tmp_path / "again" / "ckpt.pt")["iter"] == 2 and len(losses(tmp_path / "again")) == 2
 
 
@@ -337,7 +339,7 @@ def test_a_config_file_does_not_undo_the_command_line(small, tmp_path):
 
 def test_best_is_the_best(small, tmp_path):
     trainer, log = trainer_of([*small, f"--out_dir={tmp_path}", "--max_iters=3", "--eval_interval=1"])
-    found = iter((2.0, 1.0, 3.0))
+    found = iter((math.nan, 1.0, 3.0))
     trainer.validate = lambda: next(found)
     trainer.fit(log)
     assert checkpoint.load(tmp_path / "best.pt")["iter"] == 2 and checkpoint.load(tmp_path / "ckpt.pt")["iter"] == 3

@@ -1,6 +1,6 @@
 """Train a model.
 
-    python train.py configs/tiny.py                          about five minutes on two CPU cores
+    python train.py configs/tiny.py                          about eight minutes on two CPU cores
     python train.py configs/tiny.py --resume                 go on from the last checkpoint as if nothing had happened
     python train.py configs/small.py --method=gpt --seed=2   any key of config.py
     torchrun --nproc_per_node=2 train.py configs/small.py    on two GPUs (or CPU processes)
@@ -37,8 +37,8 @@ def learning_rate(config, step):
     low, high = config.lowest_lr, config.learning_rate
     if step < config.warmup_iters:
         return low + (high - low) * step / config.warmup_iters
-    done = (step - config.warmup_iters) / max(1, config.max_iters - config.warmup_iters)
-    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    done = (step - config.warmup_iters) / (config.max_iters - config.warmup_iters)
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def seed_for(*numbers):
@@ -59,9 +59,8 @@ def draw_step(chunks, config, step):
     """
     N = config.sequences_per_step
     where = [divmod(step * N + i, len(chunks)) for i in range(N)]
-    tokens = torch.from_numpy(
-        np.stack([chunks[epoch_order(len(chunks), config.seed, e)[i]] for e, i in where]).astype(np.int64)
-    )
+    chosen = [chunks[epoch_order(len(chunks), config.seed, e)[i]] for e, i in where]
+    tokens = torch.from_numpy(np.stack(chosen).astype(np.int64))
     cond = draw_cond(config, N, torch.Generator().manual_seed(seed_for(config.seed, step, 0)))
     order = cond.sum(1).argsort(stable=True).view(config.batch_size, -1)  # (B, micro-batches)
     order[1::2] = order[1::2].flip(1)
@@ -162,11 +161,10 @@ class Trainer:
         self.model.eval()
         tokens, cond = self.questions.tokens, self.questions.cond[self.config.law]
         parts, n = list(enumerate(batches(self.config, tokens, cond))), self.model.trained_on(cond).sum().item()
-        share = (
-            slice(0, None) if self.config.shard else slice(self.rank, None, self.world)
-        )  # shards have to work together
-        nll = sum(self.loss(self.model, x, c, self.config.eval_seed, i) for i, (x, c) in parts[share])
-        return self.total(nll) / n / (self.world if self.config.shard else 1)
+        # shards have to work together: each process takes all parts, and the total counts them `world` times
+        mine, times = (parts, self.world) if self.config.shard else (parts[self.rank :: self.world], 1)
+        nll = sum(self.loss(self.model, x, c, self.config.eval_seed, i) for i, (x, c) in mine)
+        return self.total(nll) / n / times
 
     def save(self, name, **more):
         """Write a checkpoint; called by every process, since shards have to be put together."""
@@ -180,9 +178,8 @@ class Trainer:
         """Validate, and write best.pt (weights) if it is the best so far, then ckpt.pt (all that resuming needs)."""
         loss = self.validate()
         log.row(iter=self.iter, split="val", loss=loss)
-        better = loss < self.best
-        self.best = min(loss, self.best)
-        if better:
+        if better := loss < self.best:
+            self.best = loss
             self.save("best.pt")
         self.save_for_resuming()
         if self.rank == 0:
@@ -241,7 +238,7 @@ def claim_folder(config, overwrite, resume):
     if not resume and not overwrite and any(folder.glob("*.pt")):
         raise UserError(f"{folder} holds a run: go on with --resume, replace it with --overwrite, or give --out_dir")
     # Resuming leaves all but what a kill in the middle of writing left behind.
-    for pattern in ("*.tmp",) if resume else ("*.tmp", "*.pt", "log.csv", "loss.png", "eval_*.json"):
+    for pattern in ("*.tmp",) if resume else ("*.tmp", "*.pt", "log.csv", "loss.png", "eval_*.json", "samples_*.jsonl"):
         for file in folder.glob(pattern):
             file.unlink()
 
