@@ -5,7 +5,7 @@
     python finetune.py configs/finetune_smollm2.py                   train; any key of config.py, --resume, as train.py
     python finetune.py configs/finetune_smollm2.py --method=gpt      the causal baseline with the same budget
     python finetune.py configs/finetune_smollm2.py --untrained --out_dir=out/untrained     the model before any step
-    python finetune.py RUN RUN ... --table                           the five modes, and the advantage over the causal run
+    python finetune.py RUN RUN ... --table                           the five modes, and the advantage over the causal run; or of eval_*.json
     python finetune.py RUN --merge=FOLDER                            one model without an adapter, for transformers, in float32
     python finetune.py RUN --export                                  adapter/ or model/ again, as a finished run leaves them
 
@@ -113,13 +113,30 @@ def advantage(result, causal, mode):
     return 100 * (1 - math.exp(-mean)), 100 * math.exp(-mean) * error
 
 
+def read_results(files):
+    """The results that evaluate.py wrote into these files; UserError if they answer other questions than one another."""
+    results = []
+    for file in files:
+        try:
+            results.append(json.loads(Path(file).read_text()))
+            questions = {result["evaluation_set"] for result in results}
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{file} is no result of evaluate.py ({type(e).__name__}): give an eval_*.json") from None
+        if len(questions) > 1:
+            raise UserError(f"{file} answers other questions than {files[0]}: leave one out")
+    return results
+
+
 def print_table(places, given, split):
-    """The five modes of all runs, and the advantage over the first causal one that was trained."""
-    runs = [find_run(place, given) for place in places]
-    asked = questions_of(runs, split)
-    results = [result for run, questions in zip(runs, asked) for result in evaluate(*run, questions, split)]
-    print(table(results, len(asked[0].tokens)))
-    if len({config.llm for config, _ in runs}) > 1:
+    """The five modes of all runs or results, and the advantage over the first causal one that was trained."""
+    if all(place.endswith(".json") for place in places):
+        results = read_results(places)
+    else:
+        runs = [find_run(place, given) for place in places]
+        asked = zip(runs, questions_of(runs, split))
+        results = [result for run, questions in asked for result in evaluate(*run, questions, split)]
+    print(table(results, max(result["modes"]["unconditional"]["sequences"] for result in results)))
+    if len({result["config"]["llm"] for result in results}) > 1:
         return print("\nno advantage: these are runs of several models")
     causal = [r for r in results if r["method"] == "gpt" and r["iter"] > 0]
     if not causal:

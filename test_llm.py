@@ -386,7 +386,7 @@ def test_the_untrained_run_is_the_model_itself(tuned, folder):
     assert state["iter"] == 0 and all(w.abs().max() == 0 for name, w in state["model"].items() if "lora_B" in name)
 
 
-def test_table_of_advantages(tuned, command):
+def test_table_of_advantages(tuned, tmp_path, command, expect_refusal):
     """By hand from the result files; the unconditional mode against the same, the others against the baseline without future."""
     code, out, err = command("finetune.py", tuned / "causal", tuned / "ac", tuned / "untrained", "--table")
     assert code == 0 and "advantage over causal" in out, err
@@ -399,6 +399,12 @@ def test_table_of_advantages(tuned, command):
         assert cells[1].startswith(f"{expected:+.2f}+-"), (cells, expected)
         assert cells[0] == ("-" if mode != "unconditional" else "+0.00+-0.00")
     assert "no advantage" in command("finetune.py", tuned / "ac", "--table")[1]
+    files = [next((tuned / name).glob("eval_val_*.json")) for name in ("causal", "ac", "untrained")]
+    assert command("finetune.py", *files, "--table")[1] == out
+    expect_refusal(["nowhere.json", "no result"], "finetune.py", files[0], tuned / "nowhere.json", "--table")
+    other = {**json.loads(files[1].read_text()), "evaluation_set": "other"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    expect_refusal(["other questions", "leave one out"], "finetune.py", files[0], tmp_path / "other.json", "--table")
 
 
 def test_another_adapter_on_the_same_model(tuned, keys, tmp_path, command, expect_refusal):
