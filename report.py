@@ -249,7 +249,9 @@ SAMPLED = ("training", "training_no_future", "infilling", "infilling_no_future")
 
 
 def sample_table(folder, config, n):
-    """Of n samples of each run, the share of unknown tokens that are what they were. Files of other settings are named and left out."""
+    """Of n samples of each run, the share of unknown tokens that are what they were; a table for x_c of each law. Files of other settings are
+    named and left out.
+    """
     kinds, lines = [(mode, t) for mode in SAMPLED for t in (0.8, 0)], {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -271,11 +273,12 @@ def sample_table(folder, config, n):
             lines[order] = (file["run"], shares)
     if not lines:
         raise UserError(f"{folder} holds no such results: train the runs first, then give --samples=100")
-    titles = [
-        ("sampled, " if t else "greedy, ") + title(mode).replace("training distribution", "training")
-        for mode, t in kinds
-    ]
-    return lines_of(f"tokens restored, n = {n}", titles, [lines[order] for order in sorted(lines)])
+    half, titles = len(kinds) // 2, ["sampled", "greedy", "sampled, no future", "greedy, no future"]
+    halves = zip(("training distribution", "infilling"), (slice(0, half), slice(half, None)))
+    rows = [lines[order] for order in sorted(lines)]
+    return "\n\n".join(
+        lines_of(f"{law}, n = {n}", titles, [(run, shares[part]) for run, shares in rows]) for law, part in halves
+    )
 
 
 def sweep_table(found):

@@ -349,13 +349,15 @@ def test_samples(work, command):
     assert code == 2 and "left out: out/small-mlm-r0.6-s99" in err and "holds no such results" in err
     code, out, err = command("reproduce.py", "small.py", "--samples=4", "--methods=gpt,ac_gpt,diffusion")
     assert code == 0 and "left out: out/small-diffusion-r0.6-s1337" in err
-    table = out[out.index("tokens restored") :].splitlines()
-    assert len(table) == 3 and table[1].count("%") == 8 and table[1].count(" -") >= 4 and table[2].count("%") == 16
-    assert "n = 4" in table[0]
+    table = out[out.index("training distribution, n = 4") :].splitlines()
+    assert len(table) == 7 and table[4].startswith("infilling, n = 4")
+    assert [line.count("%") for line in table] == [0, 4, 8, 0, 0, 4, 8] and table[1].count(" -") == 2
     found = json.loads((work / "results" / "small" / "samples" / "ac_gpt-r0.6-s1337.json").read_text())
     assert len(found["scores"]) == 8 and found["scores"][0]["n"] == 4 and found["config"]["max_iters"] == 10
     share = f"{found['scores'][0]['restored']:.2%} +- {found['scores'][0]['stderr']:.2%}"
     assert re.split(r"\s{2,}", table[2])[1] == share
+    share = next(s for s in found["scores"] if s["mode"] == "infilling_no_future" and s["temperature"] == 0)["restored"]
+    assert table[6].split()[-3] == f"{share:.2%}"
     shutil.rmtree(work / "out")
     args = ["reproduce.py", "small.py", "--methods=gpt,ac_gpt"]
     assert command(*args, "--samples=4")[1].splitlines() == table
