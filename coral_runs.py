@@ -53,11 +53,30 @@ class Options:
     verifier: bool = key(False, "--text: choose among candidates, accept by vote")
     max_new_tokens: int | None = key(None, "--text: how many tokens follow; None: up to 120", low=1)
     skip_2a: bool = key(False, "train stage 2b behind stage 1")
+    control: bool = key(False, "train the next token alone, too, for as many steps as all stages together have")
     results: str = key("results", "folder for what is found")
     overwrite: bool = key(False, "train anew")
 
 
 # ---------------------------------------------------------------- training
+
+
+def train_stage(path, keys, before, steps, behind=False):
+    """One run that starts from another, or go on with it -> is it finished? behind: are there stages that began from it?"""
+    folder, done = Path(keys["out_dir"]), 0
+    how = ["--overwrite", f"--init_from={before}"]  # there may be a best.pt, where a kill left no ckpt.pt
+    if (folder / "ckpt.pt").exists():
+        _, state = find_run(path, keys, "ckpt.pt", to_resume=True)
+        if (begun := state["config"]["init_from"]) != before:
+            raise UserError(f"{folder} started from {begun}, not {before}: --overwrite, or give another --out_dir")
+        done, how = state["iter"], ["--resume"]
+        if done < steps and behind:
+            fix = "--overwrite, or give another --out_dir"
+            raise UserError(f"{folder} would go on, though the stages behind it began from what it is now: {fix}")
+    if done >= steps:
+        print(f"{folder} is finished")
+        return True
+    return not train.main([path, *(f"--{name}={value}" for name, value in keys.items()), *how]).stop
 
 
 def train_stages(path, given, options):
@@ -73,25 +92,19 @@ def train_stages(path, given, options):
     stages = [stage for stage in STAGES if not (stage == "2a" and options.skip_2a)]
     folders = [Path(base.out_dir) / stage for stage in stages]
     if options.overwrite:
-        for file in (file for stage in STAGES for file in (Path(base.out_dir) / stage).glob("*.pt")):
+        for file in (file for name in (*STAGES, "control") for file in (Path(base.out_dir) / name).glob("*.pt")):
             file.unlink()
     for i, (stage, folder) in enumerate(zip(stages, folders)):
         rate = base.learning_rate * RATES[stage]
         keys = {**given, "stage": stage, "out_dir": str(folder), "learning_rate": rate}
-        done, how = 0, ["--overwrite", f"--init_from={before}"]  # there may be a best.pt, where a kill left no ckpt.pt
-        if (folder / "ckpt.pt").exists():
-            _, state = find_run(path, keys, "ckpt.pt", to_resume=True)
-            if (begun := state["config"]["init_from"]) != before:
-                raise UserError(f"{folder} started from {begun}, not {before}: --overwrite, or give another --out_dir")
-            done, how = state["iter"], ["--resume"]
-            if done < base.max_iters and any((later / "ckpt.pt").exists() for later in folders[i + 1 :]):
-                fix = "--overwrite, or give another --out_dir"
-                raise UserError(f"{folder} would go on, though the stages behind it began from what it is now: {fix}")
-        if done >= base.max_iters:
-            print(f"{folder} is finished")
-        elif train.main([path, *(f"--{name}={value}" for name, value in keys.items()), *how]).stop:
+        behind = any((later / "ckpt.pt").exists() for later in folders[i + 1 :])
+        if not train_stage(path, keys, before, base.max_iters, behind):
             return
         before = str(folder)
+    if options.control:
+        steps = len(stages) * base.max_iters
+        keys = {**given, "stage": "0", "out_dir": f"{base.out_dir}/control", "max_iters": steps}
+        train_stage(path, keys, base.init_from, steps)
 
 
 # ---------------------------------------------------------------- runs
@@ -134,6 +147,7 @@ def decoder_of(model, config, **how):
 def ways():
     """Name, stage, and settings of each way to decode."""
     plain = {"k_f": 1, "backward": False, "N": 0}
+    yield "next token, trained as long as all stages", "control", plain
     yield "next token, before COrAL", "0", plain
     yield "next token", "2b", plain
     yield "COrAL", "2b", {"verifier": True}
@@ -162,16 +176,19 @@ def answer(decoder, rows, P):
 
 def evaluate(path, given, options):
     """Answer n questions of a task in every way, and write down what came out."""
-    models = {stage: open_for_decoding(path, given, stage) for stage in ("0", "2b")}
+    base = Path(load_config([path], given).out_dir)
+    names = [name for name in ("control", "0", "2b") if name != "control" or (base / name / "best.pt").exists()]
+    models = {name: open_for_decoding(path, given, name) for name in names}
     model, config, state = models["2b"]
-    if load(Path(config.out_dir) / "ckpt.pt")["iter"] < config.max_iters:
-        raise UserError(f"{config.out_dir} is not finished: python coral.py {path} goes on with it")
+    for _, run, _ in models.values():
+        if load(Path(run.out_dir) / "ckpt.pt")["iter"] < run.max_iters:
+            raise UserError(f"{run.out_dir} is not finished: python coral.py {path} goes on with it")
     rows = torch.from_numpy(read_chunks(config, options.split)[: options.n].astype("int64"))
     if (rows[:, -1] != model.bos).any() or (rows == model.bos).sum() > len(rows) or not config.prompt_length:
         what = "--evaluate is for documents of block_size - 1 tokens behind prompts of prompt_length"
         raise UserError(f"{path} asks no questions: {what}, like configs/coral_carry.py")
     found = []
-    for name, stage, how in ways():
+    for name, stage, how in (way for way in ways() if way[1] in models):
         model, run, _ = models[stage]
         decoder = decoder_of(model, run, block=options.block, **how)
         found.append({"way": name, **how, **answer(decoder, model.slots(rows), 1 + run.prompt_length)})
@@ -315,7 +332,7 @@ TAKES = {
     "offsets": ("results",),
     "evaluate": TASK,
     "table": TASK,
-    None: ("skip_2a", "overwrite"),
+    None: ("skip_2a", "control", "overwrite"),
 }
 
 

@@ -15,9 +15,10 @@ dropout = 0.0
 batch_size = 64
 gradient_accumulation_steps = 1
 learning_rate = 1e-3
-warmup_iters = 100
+warmup_iters = 50
 beta2 = 0.99
-max_iters = 2000
+max_iters = 400
 
+eval_interval = 100
 eval_sequences = 1000
-log_interval = 50
+log_interval = 20
