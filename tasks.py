@@ -16,6 +16,8 @@ SIGNS = "0123456789ABCDEFGHI"
 # Share of nines, which pass a carry on. Settled before any training of COrAL, by stage 0 alone (seed 1337, 300 validation questions):
 # after the 400 steps of configs/coral_carry.py it answers 70% right. At 0.7, or after 2,000 steps, nothing would be left to refine
 # (after 1,000 steps at 0.9: 98%; after 500 at 0.8, or 2,000 at 0.7: all of them).
+# But it does leave nothing: on the test questions stage 0 is right on 78%, and after stage 2b, or 1,600 steps of the next token alone,
+# the next token is right on all of them.
 P_NINE = 0.9
 PROMPT = {"reverse": 64, "carry": 24}
 

@@ -599,8 +599,17 @@ def finished(task_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("coral")
     small = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=8", "--warmup_iters=1", "--eval_sequences=16"]
     often = ["--log_interval=5", "--eval_interval=6", "--max_iters=6"]
-    coral_runs.main(["configs/coral_carry.py", *small, *often, f"--data_dir={task_data}", f"--out_dir={folder}/run"])
+    args = ["configs/coral_carry.py", *small, *often, f"--data_dir={task_data}", f"--out_dir={folder}/run", "--control"]
+    coral_runs.main(args)
     return folder / "run"
+
+
+def test_the_control_trains_the_next_token_for_as_long(command, finished, task):
+    """As many steps as all stages, from where they begin; a second call leaves it and them alone."""
+    state = load(finished / "control/ckpt.pt")
+    assert state["iter"] == 24 and (state["config"]["stage"], state["config"]["init_from"]) == ("0", "scratch")
+    code, out, err = command("coral.py", *task, f"--out_dir={finished}", "--control")
+    assert code == 0 and out.count("is finished") == 5, err
 
 
 def test_ways_to_decode_are_counted(command, finished, task, tmp_path):
@@ -611,6 +620,7 @@ def test_ways_to_decode_are_counted(command, finished, task, tmp_path):
     result = json.loads(file.read_text())
     ways = {way["way"]: way for way in result["ways"]}
     plain = ways["next token"]
+    assert ways["next token, trained as long as all stages"]["calls"] >= 3 and "N = 8" in list(ways)[-2]
     assert plain["calls"] == plain["tokens"] and plain["n"] == 3
     assert ways["without verifier, N = 0"]["calls"] < plain["calls"]
     code, out, _ = command("coral.py", *args, "--table", "--n=3")
