@@ -94,9 +94,7 @@ def corrupt(tokens, response, granularity, ratio, generator, drawn=False):
     size = (1 + (random(1) * granularity).long()) if drawn else torch.full_like(R, granularity)
     share = torch.randn(B, 1, generator=generator).abs() * ratio * math.sqrt(math.pi / 2) if drawn else ratio
     n = (R + size - 1) // size  # patches of a row
-    patch = (place - start).clamp(
-        min=0
-    ) // size  # which one a token is in; of the next four tensors, column j is patch j
+    patch = (place - start).clamp(min=0) // size  # in which a token is; of keys to repeat, column j is patch j
     keys = random().masked_fill(place >= n, 2.0)
     picked = (keys < share) | (keys == keys.min(1, keepdim=True).values)
     other = (random() * (R // size).clamp(min=1)).long()  # a whole one
@@ -184,9 +182,7 @@ class Decoder:
     block: int = 64  # b
     verifier: bool = False
     epsilon: float = 0.2
-    patience: int = (
-        8  # iterations without progress (N more, without verifier) after which one token is accepted as it is
-    )
+    patience: int = 8  # iterations without progress (N more, without verifier) after which one token is accepted
     generator: torch.Generator | None = None  # of acceptance
     calls: int = field(default=0, init=False)
 

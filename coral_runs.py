@@ -61,9 +61,9 @@ class Options:
 # ---------------------------------------------------------------- training
 
 
-def train_stage(path, keys, before, steps, behind=False):
+def train_stage(path, keys, before, behind=False):
     """One run that starts from another, or go on with it -> is it finished? behind: are there stages that began from it?"""
-    folder, done = Path(keys["out_dir"]), 0
+    folder, done, steps = Path(keys["out_dir"]), 0, load_config([path], keys).max_iters
     how = ["--overwrite", f"--init_from={before}"]  # there may be a best.pt, where a kill left no ckpt.pt
     if (folder / "ckpt.pt").exists():
         _, state = find_run(path, keys, "ckpt.pt", to_resume=True)
@@ -98,13 +98,12 @@ def train_stages(path, given, options):
         rate = base.learning_rate * RATES[stage]
         keys = {**given, "stage": stage, "out_dir": str(folder), "learning_rate": rate}
         behind = any((later / "ckpt.pt").exists() for later in folders[i + 1 :])
-        if not train_stage(path, keys, before, base.max_iters, behind):
+        if not train_stage(path, keys, before, behind):
             return
         before = str(folder)
     if options.control:
-        steps = len(stages) * base.max_iters
-        keys = {**given, "stage": "0", "out_dir": f"{base.out_dir}/control", "max_iters": steps}
-        train_stage(path, keys, base.init_from, steps)
+        keys = {**given, "stage": "0", "out_dir": f"{base.out_dir}/control", "max_iters": len(stages) * base.max_iters}
+        train_stage(path, keys, base.init_from)
 
 
 # ---------------------------------------------------------------- runs

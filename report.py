@@ -252,7 +252,7 @@ def sample_table(folder, config, n):
     """Of n samples of each run, the share of unknown tokens that are what they were; a table for x_c of each law. Files of other settings are
     named and left out.
     """
-    kinds, lines = [(mode, t) for mode in SAMPLED for t in (0.8, 0)], {}
+    lines = {}
     for path in sorted(folder.glob("*.json")):
         try:
             file = json.loads(path.read_text())
@@ -260,9 +260,7 @@ def sample_table(folder, config, n):
             wrong = difference(config, file["config"], VARY)
             if {score["n"] for score in of.values()} != {n}:
                 wrong = wrong or f"{file['scores'][0]['n']} samples, not {n}: delete it to draw anew"
-            shares = [
-                f"{of[kind]['restored']:.2%} +- {of[kind]['stderr']:.2%}" if kind in of else "-" for kind in kinds
-            ]
+            shares = {kind: f"{score['restored']:.2%} +- {score['stderr']:.2%}" for kind, score in of.items()}
             variant = Config(**{key: file["config"][key] for key in VARY}).variant
             order = file["config"]["r_max"], VARIANTS.index(variant)
         except (OSError, ValueError, KeyError, TypeError, IndexError, UserError) as e:
@@ -273,12 +271,12 @@ def sample_table(folder, config, n):
             lines[order] = (file["run"], shares)
     if not lines:
         raise UserError(f"{folder} holds no such results: train the runs first, then give --samples=100")
-    half, titles = len(kinds) // 2, ["sampled", "greedy", "sampled, no future", "greedy, no future"]
-    halves = zip(("training distribution", "infilling"), (slice(0, half), slice(half, None)))
-    rows = [lines[order] for order in sorted(lines)]
-    return "\n\n".join(
-        lines_of(f"{law}, n = {n}", titles, [(run, shares[part]) for run, shares in rows]) for law, part in halves
-    )
+    tables, titles = [], ["sampled", "greedy", "sampled, no future", "greedy, no future"]
+    for law in ("training", "infilling"):
+        kinds = [(mode, t) for mode in (law, f"{law}_no_future") for t in (0.8, 0)]
+        rows = [(run, [shares.get(kind, "-") for kind in kinds]) for _, (run, shares) in sorted(lines.items())]
+        tables.append(lines_of(f"{title(law)}, n = {n}", titles, rows))
+    return "\n\n".join(tables)
 
 
 def sweep_table(found):
