@@ -156,7 +156,7 @@ def test_the_prompt_is_known(task):
     from conditioning import draw_cond
 
     config = load_config(["configs/coral_carry.py"], {})
-    assert torch.equal(draw_cond(config, 5, torch.Generator()), (torch.arange(50) < 24).expand(5, -1))
+    assert torch.equal(draw_cond(config, 5, torch.Generator()), (torch.arange(49) < 24).expand(5, -1))
     config = dataclasses.replace(config, method="ac_gpt", r_max=0.6)
     cond = draw_cond(config, 500, torch.Generator().manual_seed(0))
     assert cond[:, :24].all() and 0.2 < cond[:, 24:].double().mean() < 0.4
@@ -519,13 +519,14 @@ def test_confidence_counts(monkeypatch):
 # ---------------------------------------------------------------- tasks
 
 
-def test_carries_are_those_of_integers():
+def test_a_digit_is_the_sum_of_its_columns_up_to_the_next_letter():
     columns, digits = tasks.carry(200, np.random.default_rng(0))
-    for row, answer in zip(columns, digits):
-        value = sum(int(x) * 10**i for i, x in enumerate(reversed(row)))
-        assert f"{value:025d}" == "".join(map(str, answer))
-    assert np.mean(columns == 9) == pytest.approx(tasks.P_NINE, abs=0.03)
-    assert columns.min() == 0 and columns.max() == 18
+    for row, answer in zip(columns.tolist(), digits.tolist()):
+        for i, digit in enumerate(answer):
+            end = next((j + 1 for j in range(i, len(row)) if row[j] >= 10), len(row))
+            assert digit == sum(row[i:end]) % 10
+    assert np.mean(columns >= 10) == pytest.approx(tasks.P_LETTER, abs=0.03)
+    assert columns.min() == 0 and columns.max() == 19
 
 
 @pytest.mark.parametrize("name", tasks.PROMPT)
@@ -633,11 +634,11 @@ def test_ways_to_decode_are_counted(command, finished, task, tmp_path):
 
 
 def test_a_draft_can_be_watched(command, finished):
-    code, out, err = command("coral.py", finished, "--text=599A05999A01999A059A0199", "--iterations=1")
+    code, out, err = command("coral.py", finished, "--text=C5D39A4JG7BE2H1CA6FI38DJ", "--iterations=1")
     assert code == 0, err
     lines = out.splitlines()
     assert all("|" in line for line in lines[:-2]) and "calls" in lines[-1]
-    code, out, _ = command("coral.py", finished, "--text=599A05999A01999A059A0199", "--verifier", "--max_new_tokens=5")
+    code, out, _ = command("coral.py", finished, "--text=C5D39A4JG7BE2H1CA6FI38DJ", "--verifier", "--max_new_tokens=5")
     assert code == 0 and ("without an end" in out) == ("<|endoftext|>" not in out)
 
 
@@ -664,7 +665,7 @@ def test_coral_is_a_model_of_the_next_token_too(command, finished, task):
     """evaluate.py and sample.py take a stage like any run, in the modes that GPT has."""
     code, out, err = command("evaluate.py", finished / "2b")
     assert code == 0 and "unconditional" in out, err
-    code, out, err = command("sample.py", finished / "2b", "--prompt=599A05999A01999A059A0199", "--max_new_tokens=3")
+    code, out, err = command("sample.py", finished / "2b", "--prompt=C5D39A4JG7BE2H1CA6FI38DJ", "--max_new_tokens=3")
     assert code == 0, err
 
 

@@ -1,8 +1,8 @@
-"""COrAL on additions (tasks.py): 24 column sums, then the digits. A 0.7M-parameter model; each of the four stages has max_iters steps."""
+"""COrAL on sums that are written from their end (tasks.py): 24 columns, then the digits. 0.7M parameters; each of the four stages has max_iters steps."""
 
 method = "coral"
 dataset = "carry"
-block_size = 50
+block_size = 49
 law = "prompt"
 prompt_length = 24
 r_max = 0.0
@@ -15,10 +15,10 @@ dropout = 0.0
 batch_size = 64
 gradient_accumulation_steps = 1
 learning_rate = 1e-3
-warmup_iters = 50
+warmup_iters = 100
 beta2 = 0.99
-max_iters = 400
+max_iters = 1000
 
-eval_interval = 100
+eval_interval = 250
 eval_sequences = 1000
-log_interval = 20
+log_interval = 50
