@@ -10,6 +10,7 @@ import pytest
 
 import config
 import prepare_data
+import tasks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test waits for a network
 HERE = Path(__file__).parent
@@ -39,6 +40,34 @@ def trained(data_dir, tmp_path_factory):
     """The folder of a finished small run."""
     folder = tmp_path_factory.mktemp("run") / "trained"
     importlib.import_module("train").main([*SMALL, f"--data_dir={data_dir}", f"--out_dir={folder}"])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def task_data(tmp_path_factory):
+    """The options of a run of seconds of COrAL's task C, and a small data set of it."""
+    folder = tmp_path_factory.mktemp("tasks")
+    texts = {"train": 400, "val": 40, "test": 20}
+    with pytest.MonkeyPatch.context() as patch:
+        splits = {split: tasks.documents("carry", n, i) for i, (split, n) in enumerate(texts.items())}
+        patch.setitem(prepare_data.SOURCES, "carry", lambda options, state: iter([(splits, None)]))
+        prepare_data.main(["carry", f"--data_dir={folder}"])
+    small = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=8", "--warmup_iters=1", "--eval_sequences=16"]
+    often = ["--log_interval=5", "--eval_interval=6", "--max_iters=6"]
+    return ["configs/coral_carry.py", *small, *often, f"--data_dir={folder}"]
+
+
+@pytest.fixture
+def task(task_data):
+    """Its arguments: a list that a test may change."""
+    return [*task_data]
+
+
+@pytest.fixture(scope="session")
+def finished(task_data, tmp_path_factory):
+    """The folder of a finished run of all stages, and the control."""
+    folder = tmp_path_factory.mktemp("coral") / "run"
+    importlib.import_module("coral_runs").main([*task_data, f"--out_dir={folder}", "--control"])
     return folder
 
 

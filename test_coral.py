@@ -542,28 +542,6 @@ def test_tasks_are_documents_of_one_length(name):
 # ---------------------------------------------------------------- commands
 
 
-@pytest.fixture(scope="session")
-def task_data(tmp_path_factory):
-    """A small `carry` data set."""
-    import prepare_data
-
-    folder = tmp_path_factory.mktemp("tasks")
-    texts = {"train": 400, "val": 40, "test": 20}
-    with pytest.MonkeyPatch.context() as patch:
-        splits = {split: tasks.documents("carry", n, i) for i, (split, n) in enumerate(texts.items())}
-        patch.setitem(prepare_data.SOURCES, "carry", lambda options, state: iter([(splits, None)]))
-        prepare_data.main(["carry", f"--data_dir={folder}"])
-    return folder
-
-
-@pytest.fixture
-def task(task_data):
-    """The arguments of a run of seconds."""
-    small = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=8", "--warmup_iters=1", "--eval_sequences=16"]
-    often = ["--log_interval=5", "--eval_interval=6", "--max_iters=6"]
-    return ["configs/coral_carry.py", *small, *often, f"--data_dir={task_data}"]
-
-
 def test_stages_follow_each_other_and_go_on(command, task, tmp_path, monkeypatch):
     """Interrupted in any stage and called again: bit for bit what an uninterrupted call gives."""
     code, out, err = command("coral.py", *task, f"--out_dir={tmp_path}/a")
@@ -593,16 +571,6 @@ def test_stages_follow_each_other_and_go_on(command, task, tmp_path, monkeypatch
     stopped.clear()
     command("coral.py", *task, f"--out_dir={tmp_path}/b", "--overwrite")
     assert not (tmp_path / "b/2b/ckpt.pt").exists()  # nothing old stays behind what is new
-
-
-@pytest.fixture(scope="session")
-def finished(task_data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("coral")
-    small = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=8", "--warmup_iters=1", "--eval_sequences=16"]
-    often = ["--log_interval=5", "--eval_interval=6", "--max_iters=6"]
-    args = ["configs/coral_carry.py", *small, *often, f"--data_dir={task_data}", f"--out_dir={folder}/run", "--control"]
-    coral_runs.main(args)
-    return folder / "run"
 
 
 def test_the_control_trains_the_next_token_for_as_long(command, finished, task):
@@ -678,7 +646,7 @@ def test_bad_input(expect_refusal, finished, trained, task, tmp_path):
     expect_refusal(["no method = 'coral'"], "coral.py", "configs/tiny.py")
     text = [*task, f"--out_dir={finished}", f"--results={tmp_path}"]
     expect_refusal(["no questions"], "coral.py", *text, "--evaluate", "--prompt_length=0")
-    expect_refusal(["block_size = 50", "40"], "coral.py", *text, "--evaluate", "--block_size=40")
+    expect_refusal(["block_size = 49", "40"], "coral.py", *text, "--evaluate", "--block_size=40")
     expect_refusal(["stage = '0'"], "coral.py", *text, "--evaluate", "--stage=0")
     expect_refusal(["only --text takes a folder"], "coral.py", finished, "--evaluate")
     expect_refusal(["not finished"], "coral.py", *text, "--evaluate", "--max_iters=9")

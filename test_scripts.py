@@ -357,7 +357,7 @@ def test_from_text_to_filled_blank(tmp_path):
 
 LAYERS = (
     ("tasks",), ("config", "conditioning", "prepare_data", "fast", "sharding"), ("model",), ("baselines", "llm"), ("coral",), ("checkpoint",),
-    ("evaluate",), ("infill", "report"), ("train", "sample"), ("finetune", "coral_runs", "generation"), ("reproduce", "bench"),
+    ("evaluate",), ("infill", "report"), ("train", "sample"), ("finetune", "coral_runs", "generation"), ("reproduce", "bench", "bridge"),
 )  # fmt: skip
 # What a command alone needs, imported where it is called.
 UPWARD = {("config", "prepare_data"), ("generation", "evaluate"), ("coral_runs", "coral")}
