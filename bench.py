@@ -348,6 +348,10 @@ class Options:
 def main(argv):
     paths, given, options = parse(argv, Options, __doc__)
     config = load_config(paths or ["configs/small.py"], {"batch_size": 4, "dropout": 0.0, **given})
+    if config.llm or config.tokenizer.startswith("hf:"):
+        raise UserError(
+            f"llm = {config.llm}, tokenizer = {config.tokenizer}: only our own models are measured, with bytes or gpt2"
+        )
     config = resolve_machine(replace(config, gradient_accumulation_steps=max(1, 128 // config.batch_size)))
     vocab = {"bytes": prepare_data.Bytes, "gpt2": prepare_data.GPT2}[config.tokenizer].vocab_size
     gpu = torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else ""

@@ -302,6 +302,11 @@ def test_bench(command, part):
     assert code == 0 and len(out.splitlines()) > 4, (out, err)
 
 
+def test_bench_measures_our_own_models(expect_refusal):
+    expect_refusal(["models/smollm2", "only our own models"], "bench.py", HERE / "configs/finetune_smollm2.py")
+    expect_refusal(["hf:x", "only our own models"], "bench.py", *TINY_BENCH, "--tokenizer=hf:x")
+
+
 def test_bench_counts_what_is_done():
     """FLOPs: the pairs of the mask itself, and the matrix products as PyTorch counts them."""
     config = Config(n_layer=2, n_head=2, n_embd=16, block_size=8, tokenizer="bytes", dropout=0.0, batch_size=4)
