@@ -44,7 +44,7 @@ class Config:
 
     # data
     dataset: str = key(
-        "sotu", "sotu, wikitext103, fineweb, carry, reverse, or the name given to prepare_data.py", fixed="run"
+        "sotu", "sotu, wikitext103, fineweb, product, reverse, or the name given to prepare_data.py", fixed="run"
     )
     tokenizer: str = key(
         "bytes", "tokenizer of the data: bytes, gpt2, hf:FOLDER_OR_NAME of transformers", fixed="model"

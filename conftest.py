@@ -49,12 +49,12 @@ def task_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     texts = {"train": 400, "val": 40, "test": 20}
     with pytest.MonkeyPatch.context() as patch:
-        splits = {split: tasks.documents("carry", n, i) for i, (split, n) in enumerate(texts.items())}
-        patch.setitem(prepare_data.SOURCES, "carry", lambda options, state: iter([(splits, None)]))
-        prepare_data.main(["carry", f"--data_dir={folder}"])
+        splits = {split: tasks.documents("product", n, i) for i, (split, n) in enumerate(texts.items())}
+        patch.setitem(prepare_data.SOURCES, "product", lambda options, state: iter([(splits, None)]))
+        prepare_data.main(["product", f"--data_dir={folder}"])
     small = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--batch_size=8", "--warmup_iters=1", "--eval_sequences=16"]
     often = ["--log_interval=5", "--eval_interval=6", "--max_iters=6"]
-    return ["configs/coral_carry.py", *small, *often, f"--data_dir={folder}"]
+    return ["configs/coral_product.py", *small, *often, f"--data_dir={folder}"]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """COrAL (Xie et al., 2024): predict several tokens ahead, reconstruct those behind, and refine a draft with both.
 
-    python coral.py configs/coral_carry.py                    train, stage after stage; the same command goes on
-    python coral.py configs/coral_carry.py --evaluate         exact answers, model calls and speed of each way to decode
+    python coral.py configs/coral_product.py                    train, stage after stage; the same command goes on
+    python coral.py configs/coral_product.py --evaluate         exact answers, model calls and speed of each way to decode
     python coral.py configs/coral_sotu.py --offsets           loss and accuracy of each offset (paper, Figure 8)
     python coral.py configs/coral_sotu.py --text "We have "   watch a draft being refined, a line for each iteration
 

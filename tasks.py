@@ -1,38 +1,25 @@
 """Two languages of our own, for COrAL: tasks whose answers are right or wrong. prepare_data.py writes them as bytes.
 
     reverse   64 letters, then the same from the last to the first. Nothing to think about: how many tokens does a call yield?
-    carry     24 columns, then 24 digits. A column is a digit 0 .. 9, which is added to the digit of the answer on its right, modulo 10,
-              or a letter A .. J, which stands for the same digits and begins a new sum: nothing is carried into it.
+    product   four times four digits. The answer has three digits for each four: their two sums, and before these the product of the sums,
+              of all of them the last digit. So it states its result before its working.
 
-        columns   5 3 9 A 4 J      from the right: J is 9; 4 + 9 = 3; A is 0, whatever comes before it; 9 + 0; 3 + 9 = 2; 5 + 2 = 7
-        digits    7 2 9 0 3 9      from the left: 7 comes first, and takes all columns up to A
-
-So a draft from the left goes wrong where many columns have to be looked through, and a digit and the one on its right tell what is wrong.
+        digits    3 9 4 2    3 + 9 = 12, 4 + 2 = 6, 2 * 6 = 12
+        answer    2 2 6      from the left: 2 takes two sums and a product at once; once 2 6 is there, a product of two digits
 
 Each is a document: a prompt of PROMPT tokens, the answer, and the separator, which ends it. This file knows no model.
 """
 
 import numpy as np
 
-SIGNS = "0123456789ABCDEFGHIJ"
-# Share of letters. Settled before any training of COrAL on this task, by stage 0 alone, as configs/coral_carry.py trains it (seed 1337): it
-# answers 197 of 300 validation questions right (66%). (At 0.7, another 1,000 steps: 25%; at 0.3 none.)
-P_LETTER = 0.85
-PROMPT = {"reverse": 64, "carry": 24}
+PROMPT = {"reverse": 64, "product": 16}
 
 
-def sums(columns):
-    """Columns (n, k) of 0 .. 19, letters from 10 on -> the digits of the answer, (n, k)."""
-    digits, carried = np.zeros_like(columns), 0
-    for i in reversed(range(columns.shape[1])):
-        digits[:, i] = carried = (columns[:, i] + np.where(columns[:, i] < 10, carried, 0)) % 10
-    return digits
-
-
-def carry(n, rng):
-    columns = rng.integers(0, 10, (n, PROMPT["carry"]))
-    columns += 10 * (rng.random(columns.shape) < P_LETTER)
-    return columns, sums(columns)
+def product(n, rng):
+    digits = rng.integers(0, 10, (n, PROMPT["product"]))
+    sums = digits.reshape(n, -1, 2, 2).sum(-1) % 10
+    answer = np.concatenate([sums.prod(-1, keepdims=True) % 10, sums], -1)
+    return digits, answer.reshape(n, -1)
 
 
 def reverse(n, rng):
@@ -42,7 +29,7 @@ def reverse(n, rng):
 
 def documents(name, n, seed):
     """n documents of a task, drawn from `seed`."""
-    task, signs = {"carry": (carry, SIGNS), "reverse": (reverse, "abcdefghijklmnopqrstuvwxyz")}[name]
+    task, signs = {"product": (product, "0123456789"), "reverse": (reverse, "abcdefghijklmnopqrstuvwxyz")}[name]
     rows = np.concatenate(task(n, np.random.default_rng(seed)), 1)
     return ["".join(signs[i] for i in row) for row in rows]
 

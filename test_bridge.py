@@ -9,7 +9,7 @@ import bridge
 import train
 from coral import Decoder
 from model import ACGPT, Transformer
-from test_coral import EOS, Oracle
+from test_coral import EOS, SIZE, Oracle
 
 T, GAP = 7, slice(2, 5)
 
@@ -80,9 +80,9 @@ def ac_gpt(task_data, tmp_path_factory):
 
 
 def test_the_table(command, finished, ac_gpt, tmp_path):
-    code, out, err = command("bridge.py", finished, ac_gpt, "--start=40", "--n=3", f"--results={tmp_path}")
+    code, out, err = command("bridge.py", finished, ac_gpt, f"--start={SIZE - 9}", "--n=3", f"--results={tmp_path}")
     assert code == 0, err
-    assert "a gap of 9 tokens behind 40" in out and "COrAL, draft of 4 a call" in out
+    assert f"a gap of 9 tokens behind {SIZE - 9}" in out and "COrAL, draft of 4 a call" in out
     (file,) = (tmp_path / "bridge").glob("*.json")
     ways = json.loads(file.read_text())["ways"]
     assert [way["calls"] for way in ways] == [0, 9, 18, 9, 18, 9, 18]
@@ -90,7 +90,9 @@ def test_the_table(command, finished, ac_gpt, tmp_path):
 
 
 def test_bad_input(expect_refusal, finished, ac_gpt, trained, tmp_path):
-    expect_refusal(["--start=48", "--length=5", "49"], "bridge.py", finished, ac_gpt, "--start=48", "--length=5")
+    expect_refusal(
+        [f"--start={SIZE - 1}", "--length=5", SIZE], "bridge.py", finished, ac_gpt, f"--start={SIZE - 1}", "--length=5"
+    )
     expect_refusal(["name a run of coral"], "bridge.py", finished)
     expect_refusal([trained, "gpt", "name another run"], "bridge.py", finished, ac_gpt, trained)
     expect_refusal(["ac_gpt"], "bridge.py", finished, finished / "2b")

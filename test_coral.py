@@ -40,6 +40,8 @@ from coral import (
 from model import Transformer
 
 V, L, EOS = 6, 9, 5
+PROMPT, SIZE = tasks.PROMPT["product"], load_config(["configs/coral_product.py"], {}).block_size
+QUESTION = "3942" * (PROMPT // 4)
 
 
 def weighty(stage="2b", **how):
@@ -155,16 +157,16 @@ def test_the_prompt_is_known(task):
     """The first P tokens, and blocks of the rest where r_max allows; another P asks other questions."""
     from conditioning import draw_cond
 
-    config = load_config(["configs/coral_carry.py"], {})
-    assert torch.equal(draw_cond(config, 5, torch.Generator()), (torch.arange(49) < 24).expand(5, -1))
+    config = load_config(["configs/coral_product.py"], {})
+    assert torch.equal(draw_cond(config, 5, torch.Generator()), (torch.arange(SIZE) < PROMPT).expand(5, -1))
     config = dataclasses.replace(config, method="ac_gpt", r_max=0.6)
     cond = draw_cond(config, 500, torch.Generator().manual_seed(0))
-    assert cond[:, :24].all() and 0.2 < cond[:, 24:].double().mean() < 0.4
+    assert cond[:, :PROMPT].all() and 0.2 < cond[:, PROMPT:].double().mean() < 0.4
     paths, given, _ = parse(task)
     config = load_config(paths, given)
-    other = dataclasses.replace(config, prompt_length=30)
-    assert evaluate.evaluation_set(config, "val").cond["prompt"].sum(1).eq(24).all()
-    assert evaluate.evaluation_set(other, "val").cond["prompt"].sum(1).eq(30).all()
+    other = dataclasses.replace(config, prompt_length=PROMPT + 5)
+    assert evaluate.evaluation_set(config, "val").cond["prompt"].sum(1).eq(PROMPT).all()
+    assert evaluate.evaluation_set(other, "val").cond["prompt"].sum(1).eq(PROMPT + 5).all()
 
 
 def test_forward_terms_are_k_f_times_the_response():
@@ -519,14 +521,12 @@ def test_confidence_counts(monkeypatch):
 # ---------------------------------------------------------------- tasks
 
 
-def test_a_digit_is_the_sum_of_its_columns_up_to_the_next_letter():
-    columns, digits = tasks.carry(200, np.random.default_rng(0))
-    for row, answer in zip(columns.tolist(), digits.tolist()):
-        for i, digit in enumerate(answer):
-            end = next((j + 1 for j in range(i, len(row)) if row[j] >= 10), len(row))
-            assert digit == sum(row[i:end]) % 10
-    assert np.mean(columns >= 10) == pytest.approx(tasks.P_LETTER, abs=0.03)
-    assert columns.min() == 0 and columns.max() == 19
+def test_a_product_stands_before_its_factors():
+    for question, answer in zip(*(rows.tolist() for rows in tasks.product(200, np.random.default_rng(0)))):
+        for i in range(len(question) // 4):
+            a, b, c, d = question[4 * i : 4 * i + 4]
+            assert answer[3 * i : 3 * i + 3] == [(a + b) * (c + d) % 10, (a + b) % 10, (c + d) % 10]
+        assert len(answer) == 3 * (i + 1)
 
 
 @pytest.mark.parametrize("name", tasks.PROMPT)
@@ -585,7 +585,7 @@ def test_ways_to_decode_are_counted(command, finished, task, tmp_path):
     args = [*task, f"--out_dir={finished}", f"--results={tmp_path}"]
     code, out, err = command("coral.py", *args, "--evaluate", "--n=3")
     assert code == 0, err
-    (file,) = (tmp_path / "coral_carry").glob("s1337_*_n3.json")
+    (file,) = (tmp_path / "coral_product").glob("s1337_*_n3.json")
     result = json.loads(file.read_text())
     ways = {way["way"]: way for way in result["ways"]}
     plain = ways["next token"]
@@ -596,17 +596,17 @@ def test_ways_to_decode_are_counted(command, finished, task, tmp_path):
     assert "74.1% at 39.7/s" in out and "without multi-forward" in out
     code, out, err = command("coral.py", *args, "--offsets")
     assert code == 0, err
-    (file,) = (tmp_path / "coral_carry").glob("offsets_s1337_*.json")
+    (file,) = (tmp_path / "coral_product").glob("offsets_s1337_*.json")
     offsets = json.loads(file.read_text())["offsets"]
     assert set(map(int, offsets)) == set(range(-12, 7))
 
 
 def test_a_draft_can_be_watched(command, finished):
-    code, out, err = command("coral.py", finished, "--text=C5D39A4JG7BE2H1CA6FI38DJ", "--iterations=1")
+    code, out, err = command("coral.py", finished, f"--text={QUESTION}", "--iterations=1")
     assert code == 0, err
     lines = out.splitlines()
     assert all("|" in line for line in lines[:-2]) and "calls" in lines[-1]
-    code, out, _ = command("coral.py", finished, "--text=C5D39A4JG7BE2H1CA6FI38DJ", "--verifier", "--max_new_tokens=5")
+    code, out, _ = command("coral.py", finished, f"--text={QUESTION}", "--verifier", "--max_new_tokens=5")
     assert code == 0 and ("without an end" in out) == ("<|endoftext|>" not in out)
 
 
@@ -633,7 +633,7 @@ def test_coral_is_a_model_of_the_next_token_too(command, finished, task):
     """evaluate.py and sample.py take a stage like any run, in the modes that GPT has."""
     code, out, err = command("evaluate.py", finished / "2b")
     assert code == 0 and "unconditional" in out, err
-    code, out, err = command("sample.py", finished / "2b", "--prompt=C5D39A4JG7BE2H1CA6FI38DJ", "--max_new_tokens=3")
+    code, out, err = command("sample.py", finished / "2b", f"--prompt={QUESTION}", "--max_new_tokens=3")
     assert code == 0, err
 
 
@@ -646,7 +646,7 @@ def test_bad_input(expect_refusal, finished, trained, task, tmp_path):
     expect_refusal(["no method = 'coral'"], "coral.py", "configs/tiny.py")
     text = [*task, f"--out_dir={finished}", f"--results={tmp_path}"]
     expect_refusal(["no questions"], "coral.py", *text, "--evaluate", "--prompt_length=0")
-    expect_refusal(["block_size = 49", "40"], "coral.py", *text, "--evaluate", "--block_size=40")
+    expect_refusal([f"block_size = {SIZE}", f"{SIZE - 9}"], "coral.py", *text, "--evaluate", f"--block_size={SIZE - 9}")
     expect_refusal(["stage = '0'"], "coral.py", *text, "--evaluate", "--stage=0")
     expect_refusal(["only --text takes a folder"], "coral.py", finished, "--evaluate")
     expect_refusal(["not finished"], "coral.py", *text, "--evaluate", "--max_iters=9")
@@ -668,9 +668,9 @@ def test_bad_input(expect_refusal, finished, trained, task, tmp_path):
         f"--init_from={finished}/0",
         f"--out_dir={tmp_path}/x",
     )
-    expect_refusal(["no results"], "coral.py", "configs/coral_carry.py", "--table", f"--results={tmp_path}")
+    expect_refusal(["no results"], "coral.py", "configs/coral_product.py", "--table", f"--results={tmp_path}")
     expect_refusal(["the next token only"], "coral.py", *task, f"--out_dir={finished}/0", "--offsets")
-    expect_refusal(["prompt_length = 50", "lower it"], "train.py", *task, "--prompt_length=50")
+    expect_refusal([f"prompt_length = {SIZE + 1}", "lower it"], "train.py", *task, f"--prompt_length={SIZE + 1}")
     expect_refusal(["is not there"], "train.py", *task, f"--init_from={tmp_path}/none", f"--out_dir={tmp_path}/x")
     other = ["--n_embd=16", f"--out_dir={tmp_path}/x"]
     expect_refusal(["n_embd = 32, not 16"], "train.py", *task, *other, f"--init_from={finished}/0")
@@ -700,7 +700,8 @@ def test_stages_can_begin_from_a_run(command, task, finished, tmp_path):
 def test_runs_of_unlike_prompts_are_not_compared(task, finished):
     config = load(finished / "0/ckpt.pt")["config"]
     runs = [
-        (dataclasses.replace(load_config(task[:1], {}), **{**config, "prompt_length": n}), None) for n in (24, 24, 30)
+        (dataclasses.replace(load_config(task[:1], {}), **{**config, "prompt_length": n}), None)
+        for n in (PROMPT, PROMPT, PROMPT + 5)
     ]
     assert len(evaluate.questions_of(runs[:2], "val")) == 2
     with pytest.raises(UserError, match="different questions"):
