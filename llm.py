@@ -202,8 +202,10 @@ def check_wrapping(lm, vocab_size, name):
         after = [body(tokens, positions, mask, caches=caches)[0], *body(*twice, [(3, 8)] * 2).split(8)]
         if all(cache.n == 8 for cache in caches):
             before, after = before[0, :, :vocab_size], body.head(torch.stack(after))[..., :vocab_size]
-            differs = ((before - after).abs().max() / before.abs().max()).item()
-            if differs < (1e-4 if before.dtype == torch.float32 else 0.05):
+            slots = (before - after).abs().amax(-1) / before.abs().amax(-1)
+            exact = before.dtype == torch.float32  # in bfloat16, rounding alone may turn a slot upside down
+            differs = (slots.max() if exact else slots.float().median()).item()
+            if differs < (1e-4 if exact else 0.1):
                 return
             why = f"its logits differ by {differs:.0%}, perhaps because it caps or scales them"
     except (NotImplementedError, TypeError) as e:

