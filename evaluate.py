@@ -255,14 +255,14 @@ def table_of(results, n):
         tokens = {f["tokens"] for f in found if f}
         assert len(tokens) <= 1, f"{mode}: the runs are scored on {sorted(tokens)} tokens"
         lines.append(line(title, *(tokens or "-"), [cell(r, f) if f else "-" for r, f in zip(results, found)]))
-    lines += ["", line("saved by the future", "", ["bits per token"] * len(results))]
+    saved = [line("saved by the future", "", ["bits per token"] * len(results))]
     for mode in modes:
         found = [{mode, f"{mode}_no_future"} <= set(r["modes"]) for r in results]
         if any(found):
             gains = [gain_bits(r, mode, n) if f else None for r, f in zip(results, found)]
             cells = [f"{gain[0]:.4f} +- {gain[1]:.4f}" if gain else "-" for gain in gains]
-            lines.append(line(f"  {TITLES.get(mode, mode)}", "", cells))
-    return "\n".join(lines)
+            saved.append(line(f"  {TITLES.get(mode, mode)}", "", cells))
+    return "\n".join([*lines, *["", *saved] * (len(saved) > 1)])
 
 
 # ---------------------------------------------------------------- the score of a text of yours

@@ -168,6 +168,7 @@ def test_side_by_side(trained, small, tmp_path, command, expect_refusal):
     row = next(line for line in out.splitlines() if line.startswith("training distribution"))
     assert row.rstrip().endswith("-"), "GPT has no value where the future is needed"
     assert set(modes_of(gpt)["modes"]) == {"unconditional", "infilling_no_future", "training_no_future"}
+    assert "saved by the future" in out and "saved by the future" not in command("evaluate.py", gpt)[1]
     r1 = tmp_path / "r1"
     train.main([*small, "--r_max=1", f"--out_dir={r1}", "--max_iters=2"])
     expect_refusal(["different questions", "--r_max"], "evaluate.py", trained, r1)
